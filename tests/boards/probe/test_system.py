@@ -9,12 +9,16 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from flowspec_edge.boards.images import launcher
+from flowspec_edge.boards.links import tcp_linktest
 from flowspec_edge.boards.probe.facts import (
     _SENT,
     BoardFacts,
@@ -57,18 +61,21 @@ ASKED: dict[str, dict[str, Any]] = {
     "deployment": {"environment": "", "part": None, "others": "", "in_image": False}}
 
 
-@pytest.mark.parametrize("section", ASKED)
-def test_the_probe_is_a_program_for_an_older_python(section: str, tmp_path: Path) -> None:
-    """JetPack 5's has to read it.  A board has none of flowspec's modules but those that are sent."""
-    sent = [*_SENT[section], *([torch_check] if section == "system" else [])]
-    for module in sent:
+@pytest.mark.parametrize("modules", [*_SENT.values(), [torch_check], [tcp_linktest], [launcher]])
+def test_what_boards_are_sent_is_for_an_older_python(modules: Sequence[ModuleType]) -> None:
+    """JetPack 5's has to read it.  A board has none of flowspec's modules but those that are sent together."""
+    for module in modules:
         tree = ast.parse(inspect.getsource(module), feature_version=(3, 8))
         imported = {name for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
                     for name in ([str(node.module)] if isinstance(node, ast.ImportFrom) else
                                  [alias.name for alias in node.names])}
-        if module is not torch_check:
-            assert not {name for name in imported - {module.__name__ for module in sent}
-                        if name.partition(".")[0] not in sys.stdlib_module_names}
+        may_import = {module.__name__ for module in modules} | sys.stdlib_module_names
+        may_import |= {"torch", "numpy"} if module is torch_check else set()
+        assert not {name for name in imported if not {name, name.partition(".")[0]} & may_import}
+
+
+@pytest.mark.parametrize("section", ASKED)
+def test_the_probe_is_a_program(section: str, tmp_path: Path) -> None:
     python = shutil.which("python3", path=os.defpath) or sys.executable
     done = subprocess.run([python, "-s", "-"], input=program(section, **ASKED[section]), capture_output=True,
                           cwd=tmp_path, env={"PATH": os.defpath}, text=True, check=True)
