@@ -107,14 +107,6 @@ def test_noise_and_tokens_of_another_seed_are_found(name: str, function: str, mo
     assert "values are wrong" in found.found
 
 
-def test_what_a_kernel_raises_is_found() -> None:
-    """On a build without CUDA, its own machinery does not work."""
-    found = operation("index_copy", "meta")
-    assert (found.ok, bool(found.found)) == (False, True)
-    if not torch.cuda.is_available():
-        assert not operation("pinned copies", "cuda").ok
-
-
 def plain(model: Path, prompt: list[int], sampling: Sampling) -> list[int]:
     return PlainDecoder(model).generate(prompt, 12, sampling)[0]
 
@@ -182,11 +174,6 @@ def test_near_ties(seed: int, near: float, sampling: Sampling) -> None:
             continue
         firsts, wrong = judge(logits, position, [token], sampling, near)
         assert (wrong is None) == (behind < 0 or firsts == [token])
-
-
-def test_a_missing_model_fails_the_check(tmp_path: Path) -> None:
-    found = compared("fp32 autoregressive greedy", tmp_path / "none", "cpu", [[1]], 2)
-    assert (found.ok, bool(found.found)) == (False, True)
 
 
 def test_nf4_on_an_orin_is_not_advised() -> None:
