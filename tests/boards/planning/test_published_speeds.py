@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from kits import documents
 
 from flowspec_edge.boards.planning import planner
 from flowspec_edge.boards.planning.board_spec import parse_devices
@@ -20,23 +18,16 @@ from flowspec_edge.device_profile import load_profile, read_profile
 from flowspec_edge.drivers.virtual.devices import Devices
 from flowspec_edge.errors import FlowspecError, UsageError
 
-DOCS = Path(__file__).resolve().parents[3] / "docs"
 ROWS = 16
 
 
 @pytest.fixture(scope="module")
 def build() -> ModuleType:
-    """docs/build_one_board.py, which no package holds."""
-    spec = importlib.util.spec_from_file_location("build_one_board", DOCS / "build_one_board.py")
-    assert spec
-    assert spec.loader
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return documents.builder("build_one_board")
 
 
 def test_the_document_has_the_table_as_it_is_computed(build: ModuleType) -> None:
-    text = (DOCS / "reference" / "plan.md").read_text(encoding="utf-8")
+    text = (documents.DOCS / "reference" / "plan.md").read_text(encoding="utf-8")
     assert build.written(text) == text, "renew it with: python docs/build_one_board.py"
 
 

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,18 +58,12 @@ def noise(directory: Path, stages: int = 2, size: int = 3_000_000, request: str 
     return Manifest.read(directory)
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ssh_boards.Boards]:
-    with ssh_boards.boards(2, tmp_path_factory.mktemp("boards")) as boards, boards.bed.entered(boards.outside):
-        yield boards
-
-
 @pytest.fixture
-def boards(started: ssh_boards.Boards) -> ssh_boards.Boards:
+def boards(boards: ssh_boards.Boards) -> ssh_boards.Boards:
     """With nothing of ours on them."""
     for place in range(3):
-        started.inside(place, "rm", "-rf", "/var/lib/flowspec")
-    return started
+        boards.inside(place, "rm", "-rf", "/var/lib/flowspec")
+    return boards
 
 
 @pytest.fixture
