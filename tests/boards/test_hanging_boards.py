@@ -16,7 +16,7 @@ from kits import ssh_boards
 
 from flowspec_edge.boards import commands
 from flowspec_edge.boards.commands import SshRunner, Unreached, is_here, search_path, waited_for
-from flowspec_edge.boards.inventory import DeviceEntry, Inventory, load_inventory
+from flowspec_edge.boards.inventory import DeviceEntry, load_inventory
 from flowspec_edge.boards.ssh_stages import SshBoards
 from flowspec_edge.cli.common import progress
 from flowspec_edge.cli.common.progress import long_waits
@@ -82,7 +82,7 @@ def test_a_board_that_stops_in_a_command(boards: ssh_boards.Boards, tmp_path: Pa
     config = tmp_path / "config"
     config.write_text((boards.directory / "config").read_text()
                       + "ServerAliveInterval 1\nServerAliveCountMax 1\n")
-    inventory = with_config(boards.inventory, config)
+    inventory = boards.with_cluster(ssh_config=str(config))
     stops = SshRunner(inventory, inventory.device[1], PATIENCE_S, own_connection=True)
     with pytest.raises(Unreached, match=r"^board-1 \(10\.77\.0\.2\): ssh: the connection broke in sh: see"):
         stops.run(["sh", "-c", "kill -STOP $PPID; exec sleep 1000"])
@@ -104,11 +104,6 @@ def test_stages_on_a_board_that_hangs_say_so(boards: ssh_boards.Boards, monkeypa
             stages.disconnect()
     assert cause is not None
     assert cause.startswith(f"board-1 (10.77.0.2): {BEGAN_NOTHING} 1 s: ")
-
-
-def with_config(inventory: Inventory, config: Path) -> Inventory:
-    cluster = inventory.cluster.model_copy(update={"ssh_config": str(config)})
-    return inventory.model_copy(update={"cluster": cluster})
 
 
 @contextmanager
@@ -142,7 +137,7 @@ def test_the_users_ssh_configuration_decides_what_the_cluster_file_leaves_out(
             f" UserKnownHostsFile {known}\n ConnectTimeout 7\n RemoteCommand tmux attach\n RequestTTY yes\n"
             f" LocalForward 22 {address}:22\n ExitOnForwardFailure yes\n")
         bare = DeviceEntry(name="board", address=address, role="verify")
-        inventory = with_config(boards.inventory, config)
+        inventory = boards.with_cluster(ssh_config=str(config))
         assert not is_here(inventory, bare)
         asked = SshRunner(inventory, bare)
         assert asked.run(["sh", "-c", "echo $SSH_CONNECTION"]).split()[2:] == [address, "2222"]

@@ -58,9 +58,7 @@ def test_stages_end_when_the_controller_is_killed(boards: ssh_boards.Boards, mod
 
 
 def test_a_stage_that_cannot_start_says_why(boards: ssh_boards.Boards) -> None:
-    cluster = boards.inventory.cluster.model_copy(update={"python": "/nowhere/python"})
-    inventory = boards.inventory.model_copy(update={"cluster": cluster})
-    stages = SshBoards(inventory, "/model")
+    stages = SshBoards(boards.with_cluster(python="/nowhere/python"), "/model")
     with ExitStack() as cleanup:
         cleanup.callback(stages.disconnect)
         place = stages.connect()

@@ -74,6 +74,10 @@ class Boards:
         self.file.write_text(text)
         self.inventory: Inventory = load_inventory(self.file)
 
+    def with_cluster(self, **settings: object) -> Inventory:
+        """The inventory with other settings in its [cluster]."""
+        return self.inventory.model_copy(update={"cluster": self.inventory.cluster.model_copy(update=settings)})
+
     def shown(self, place: int) -> str:
         """What ``tc`` says of a board's interface."""
         show = ["tc", "qdisc", "show", "dev", self.bed.interface(place)]

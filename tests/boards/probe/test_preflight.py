@@ -31,11 +31,9 @@ BARE = "/usr/bin/python3"  # a board's own Python, which has no torch here
 
 def changed(boards: ssh_boards.Boards, python: str, **devices: dict[str, object]) -> Inventory:
     """The boards' inventory with another board_python, and changes to devices as board_0={…}."""
-    inventory = boards.inventory
-    return inventory.model_copy(update={
-        "cluster": inventory.cluster.model_copy(update={"board_python": python}),
-        "device": [device.model_copy(update=devices.get(device.name.replace("-", "_"), {}))
-                   for device in inventory.device]})
+    inventory = boards.with_cluster(board_python=python)
+    return inventory.model_copy(update={"device": [
+        device.model_copy(update=devices.get(device.name.replace("-", "_"), {})) for device in inventory.device]})
 
 
 def checks(problems: list[Finding], board: str) -> dict[str, Finding]:
@@ -97,8 +95,7 @@ def test_ssh_failures_are_told_apart(boards: ssh_boards.Boards, tmp_path: Path) 
     other.write_text((boards.directory / "config").read_text().replace(
         f"{boards.directory}/known", "/dev/null").replace("ControlMaster auto", "ControlMaster no").replace(
         f"{boards.directory}/%C", "none"))
-    inventory = inventory.model_copy(update={
-        "cluster": inventory.cluster.model_copy(update={"ssh_config": str(other)})})
+    inventory = boards.with_cluster(board_python=BARE, ssh_config=str(other))
     (stranger,) = preflight(inventory, {"board-2": Needs()}).problems
     assert stranger.check == "ssh"
     assert stranger.found.startswith("its host key is unknown here, or not the one that was known (")

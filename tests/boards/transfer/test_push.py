@@ -88,8 +88,7 @@ def send_one(boards: ssh_boards.Boards, model: Manifest, part: str = "stage-1", 
 def would_send(boards: ssh_boards.Boards, model: Manifest) -> list[tuple[int, bool]]:
     """How many bytes the facts say that each board lacks of its part, and whether a transfer changes
     anything: asked by a Python without flowspec."""
-    bare = boards.inventory.model_copy(update={
-        "cluster": boards.inventory.cluster.model_copy(update={"board_python": "/usr/bin/python3"})})
+    bare = boards.with_cluster(board_python="/usr/bin/python3")
     asked = ask_boards(bare, [(device, BoardState(device.name), PartWanted(
         Path(HOME).name, tuple((file.path, file.size, file.sha256) for file in model.part(part).files),
         sha256_of(model.directory / "manifest.json")))
@@ -354,8 +353,7 @@ def test_an_image_s_archive_is_received_by_a_python_without_flowspec(boards: ssh
     archive = tmp_path / "any name.tar"
     archive.write_bytes(random.Random(7).randbytes(3_000_000))
     image = Image(str(archive), 3_000_000, "c" * 64, (), (), "aarch64", "1")
-    bare = boards.inventory.model_copy(update={
-        "cluster": boards.inventory.cluster.model_copy(update={"board_python": "/usr/bin/python3"})})
+    bare = boards.with_cluster(board_python="/usr/bin/python3")
     images = "/var/lib/flowspec/images"  # which each has of its own
     place, sha256 = f"{images}/{image.tag}", sha256_of(archive)
     (tmp_path / "part").write_bytes(archive.read_bytes()[:1_000_000])
