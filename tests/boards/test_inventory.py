@@ -70,13 +70,14 @@ def test_the_example_has_every_key_and_its_comments_the_defaults() -> None:
 
 
 def test_an_entry_overrides_the_cluster_and_its_defaults(tmp_path: Path) -> None:
-    own = 'python = "/usr/bin/python3"\ninterface = "wlan0"\ntorch_device = "cuda"\n'
-    found = load_inventory(write(tmp_path, HEAD + VERIFY + own + DRAFT))
+    own = 'python = "/usr/bin/python3"\ninterface = "wlan0"\ntorch_device = "cuda"\npower_mode = ""\n'
+    found = load_inventory(write(tmp_path, HEAD + 'power_mode = "15W"\n' + VERIFY + own + DRAFT))
     (board,) = found.verify
     assert (found.python(board), found.interface(board), found.torch_device(board)) == (
         "/usr/bin/python3", "wlan0", "cuda")
     assert (found.python(found.draft), found.interface(found.draft), found.torch_device(found.draft)) == (
         "/opt/flowspec/current/venv/bin/python", "eth0", "cpu")
+    assert (found.power_mode(board), found.power_mode(found.draft)) == ("", "15W")
     assert resolve(board) == "10.0.0.2"
 
 
