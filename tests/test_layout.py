@@ -380,17 +380,3 @@ def test_no_document_is_empty() -> None:
     files = [ROOT / name for name in subprocess.run(
         ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()]
     assert_none([str(path) for path in files or ROOT.glob("*.md") if not path.read_text(encoding="utf-8").strip()])
-
-
-def graph() -> str:
-    """The imports between parts and between their sub-packages, for docs/explained/architecture.md."""
-    lines = []
-    for package in ("", *(name for name in packages() if name and "." not in name)):
-        edges = edges_between_children(package)
-        lines += [f"{package or 'flowspec_edge'}:",
-                  *(f"  {child} -> {', '.join(sorted(edges[child]))}" for child in sorted(edges))]
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(graph())
