@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from kits import ssh_boards
+from kits.process_clusters import until
 
 from flowspec_edge.boards import commands
 from flowspec_edge.boards.commands import SshRunner, Unreached, is_here, waited_for
@@ -133,9 +133,7 @@ def test_the_boards_that_are_waited_for(boards: ssh_boards.Boards, monkeypatch: 
     boards.inside(1, "mkfifo", "/run/fifo")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(runner(boards).run, ["cat", "/run/fifo"])
-        deadline = time.monotonic() + PATIENCE_S
-        while not waited_for():
-            assert time.monotonic() < deadline
+        until(lambda: bool(waited_for()))
         assert long_waits().startswith("waiting for board-1 (10.77.0.2), 0 s")
         (boards.root(1) / "run/fifo").write_text("done")
         assert answer.result(PATIENCE_S) == "done"

@@ -114,13 +114,11 @@ chmod +x /usr/local/bin/*
 ])
 def test_a_clock_that_no_time_server_keeps_is_set(bench: Bench, off: int, ntp: str, direction: str) -> None:
     fleet = bench.fleet
-    fleet.shell(1, _DATE.format(off=off, ntp=ntp))
-    try:
+    with fleet.changed(1, _DATE.format(off=off, ntp=ntp),
+                       "rm /usr/local/bin/date /usr/local/bin/timedatectl /run/off; rm -f /run/difference"):
         (would,) = bench.run("software", bench.state(1), dry_run=True)
         (outcome,) = bench.run("software", bench.state(1))
         left = int(fleet.shell(1, "cat /run/off"))
-    finally:
-        fleet.shell(1, "rm /usr/local/bin/date /usr/local/bin/timedatectl /run/off; rm -f /run/difference")
     assert outcome.error == ""
     assert outcome.changes == would.changes == bool(direction)
     said = re.fullmatch(r"clock(?: set: it was (\d+) s (ahead|behind))?", outcome.steps[0].name)

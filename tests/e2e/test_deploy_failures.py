@@ -23,11 +23,8 @@ def test_what_is_wrong_is_said_before_any_board_is_touched(cluster: Cluster, nam
     fleet, (breaks, mends, check, words) = cluster.fleet, FAULTS[name]
     if cluster.deploy("status")["release"]:
         assert cluster.deploy("down", "--purge")["ok"]
-    fleet.shell(3, breaks)
-    try:
+    with fleet.changed(3, breaks, mends):
         told = cluster.deploy("up")
-    finally:
-        fleet.shell(3, mends)
     [problem] = told["problems"]
     assert problem.startswith(f"board-3: {check}: ")
     assert words in problem

@@ -103,12 +103,10 @@ def test_what_a_board_or_an_image_lacks_is_one_line(cluster: Cluster, tmp_path: 
     fleet = cluster.fleet
     cluster.write(runtime="image", torch_device="cuda")
     assert [problem for problem in cluster.deploy("plan")["problems"] if "nvidia" in problem]
-    fleet.shell(1, "systemctl stop docker.socket docker; mv /usr/bin/docker /srv/")
-    try:
-        cluster.write(runtime="image")
+    cluster.write(runtime="image")
+    with fleet.changed(1, "systemctl stop docker.socket docker; mv /usr/bin/docker /srv/",
+                       "mv /srv/docker /usr/bin/; systemctl start docker.socket docker"):
         [problem] = cluster.deploy("plan")["problems"]
-    finally:
-        fleet.shell(1, "mv /srv/docker /usr/bin/; systemctl start docker.socket docker")
     assert problem.startswith("board-1: docker: there is no docker; sudo apt-get install -y docker.io")
     shutil.copy(cluster.file.parent / "image.tar", tmp_path / "image.tar")
     with (tmp_path / "image.tar").open("r+b") as archive:

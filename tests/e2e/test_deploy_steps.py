@@ -52,12 +52,9 @@ def test_software_is_complete_and_installed_once(bench: Bench) -> None:
 def test_after_a_full_disk_the_next_run_completes(bench: Bench) -> None:
     fleet, venv = bench.fleet, f"{paths.VENVS}/{bench.environment.digest}"
     count = len(bench.environment.wheels)
-    fleet.shell(1, f"rm -r {venv}/.complete {venv}/lib/python*/site-packages/transformers; "
-                   f"mount -t tmpfs -o size=20m tmpfs {paths.WHEELS}")
-    try:
+    fleet.shell(1, f"rm -r {venv}/.complete {venv}/lib/python*/site-packages/transformers")
+    with fleet.changed(1, f"mount -t tmpfs -o size=20m tmpfs {paths.WHEELS}", f"umount {paths.WHEELS}"):
         first, second = bench.run("software")
-    finally:
-        fleet.shell(1, f"umount {paths.WHEELS}")
     assert first.error.startswith(f"wheels ({count} of {count}): ")
     assert "No space left on device" in first.error
     assert (second.error, second.changes) == ("", 0)
@@ -90,11 +87,9 @@ def test_a_board_ends_a_step_that_exceeds_its_limit(bench: Bench) -> None:
 
 def test_what_a_board_lacks_is_said_before_anything_runs_there(bench: Bench) -> None:
     fleet = bench.fleet
-    fleet.shell(1, f"mv /etc/sudoers.d/{container_boards.USER} /srv/")
-    try:
+    with fleet.changed(1, f"mv /etc/sudoers.d/{container_boards.USER} /srv/",
+                       f"mv /srv/{container_boards.USER} /etc/sudoers.d/"):
         first, second = bench.run("software")
-    finally:
-        fleet.shell(1, f"mv /srv/{container_boards.USER} /etc/sudoers.d/")
     assert first.error == f"connect: board-1 ({fleet.address(1)}): sudo: a password is required"
     assert (second.error, second.changes) == ("", 0)
 

@@ -117,11 +117,8 @@ def test_one_line_says_what_and_where_and_what_to_do(cluster: Cluster, misfortun
     if misfortune.torch_device != "cpu":
         text = cluster.file.read_text()
         cluster.file.write_text(f'{text}torch_device = "{misfortune.torch_device}"\n')  # orin-1's, the last
-    cluster.fleet.shell(UNLUCKY, misfortune.breaks)
-    try:
+    with cluster.fleet.changed(UNLUCKY, misfortune.breaks, misfortune.mends):
         found = problems(cluster)
-    finally:
-        cluster.fleet.shell(UNLUCKY, misfortune.mends)
     print(*found, sep="\n")
     assert len(found) == 1, found
     assert re.match(f"orin-1: ({misfortune.check}): ", found[0])

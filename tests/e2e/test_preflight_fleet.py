@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +39,6 @@ def ask(fleet: container_boards.Fleet, file: Path) -> tuple[dict[str, Any], list
     return torch, problems
 
 
-@contextmanager
-def changed(fleet: container_boards.Fleet, breaks: str, mends: str) -> Iterator[None]:
-    fleet.shell(BOARD, breaks)
-    try:
-        yield
-    finally:
-        fleet.shell(BOARD, mends)
-
-
 @pytest.mark.core
 def test_torch_is_tried_as_a_service_will_use_it(fleet: container_boards.Fleet, file: Path) -> None:
     torch, problems = ask(fleet, file)
@@ -67,7 +56,7 @@ def test_the_trial_has_all_protections_of_the_units(fleet: container_boards.Flee
            "os.getuid() != 0, os.access('/home/jetson', os.R_OK), os.access('/usr', os.W_OK), "
            "os.access('/proc/1/stat', os.R_OK), sorted(os.listdir('/tmp'))]))")
     plant = f"mkdir /run/spy; printf '%s' \"{spy}\" > /run/spy/__init__.py; mount --bind /run/spy {TORCH}"
-    with changed(fleet, f"touch /tmp/of-others; {plant}", f"umount {TORCH}; rm -r /run/spy /tmp/of-others"):
+    with fleet.changed(BOARD, f"touch /tmp/of-others; {plant}", f"umount {TORCH}; rm -r /run/spy /tmp/of-others"):
         torch, _ = ask(fleet, file)
     assert torch["outside"]["why"] != torch["why"]
     capabilities, no_new, seccomp, unprivileged, home, writable, others, temporary = json.loads(
@@ -78,7 +67,7 @@ def test_the_trial_has_all_protections_of_the_units(fleet: container_boards.Flee
 
 
 def test_a_torch_that_only_root_can_read(fleet: container_boards.Fleet, file: Path) -> None:
-    with changed(fleet, f"chmod 700 {TORCH}", f"chmod 755 {TORCH}"):
+    with fleet.changed(BOARD, f"chmod 700 {TORCH}", f"chmod 755 {TORCH}"):
         torch, [problem] = ask(fleet, file)
     assert torch["outside"]["version"]
     assert problem.startswith(f"board-2: torch: {torch['outside']['version']} works as root, but not with "
