@@ -280,6 +280,9 @@ def test_a_rotation_that_is_interrupted_goes_on(steps: int, order: Sequence[str]
         assert boards.running == (KEYS if steps < 3 else NEW)
 
 
-def test_a_power_mode_that_a_board_does_not_have_is_known_before() -> None:
-    assert diff({**SETTLED, "stage": replace(STAGE, power_modes="")}).problems == (
-        "stage: power mode: MAXN is wanted, and this machine has none: there is no /etc/nvpmodel.conf",)
+@pytest.mark.parametrize(("modes", "says"), [
+    ("", "MAXN is wanted, and this machine has none: there is no /etc/nvpmodel.conf"),
+    (MODES.replace("MAXN", "30W"), "/etc/nvpmodel.conf knows no MAXN, but 15W, 30W")])
+def test_a_power_mode_that_a_board_does_not_have_is_known_before(modes: str, says: str) -> None:
+    found = diff({**SETTLED, "stage": replace(STAGE, power_modes=modes)})
+    assert found.problems == (f"stage: power mode: {says}",)
