@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from flowspec_edge.boards import paths
 from flowspec_edge.boards.deploy.actions import Environment
@@ -33,7 +34,7 @@ ENVIRONMENT = Environment("e" * 16, "/wheels", {"pip-1-py3-none-any.whl": "1" * 
 STAGE_UNIT = paths.verify_unit(1)
 
 
-def deployment(**settings: object) -> Deployment:
+def deployment(**settings: Any) -> Deployment:
     boards = [DeviceEntry(name="draft", address="10.0.0.1", role="draft"),
               DeviceEntry(name="stage", address="10.0.0.2", role="verify", power_mode="MAXN")]
     cluster = ClusterSettings.model_validate({"name": "lab", "serve_host": "0.0.0.0", **settings})
@@ -44,18 +45,18 @@ def deployment(**settings: object) -> Deployment:
 def status() -> FleetStatus:
     """What ran before: this model, in two releases."""
     return FleetStatus([
-        BoardStatus(name, *(Installed(release, "verify", place, REQUEST) for release in ("r2", "r1")))
+        BoardStatus(name, Installed("r2", "verify", place, REQUEST), Installed("r1", "verify", place, REQUEST))
         for place, name in enumerate(KEYS)])
 
 
 def diff(facts: Mapping[str, BoardFacts], target: Environment | Image = ENVIRONMENT, *,
          recorded: Mapping[str, str] = KEYS, before: FleetStatus | None = None, rotate: bool = False,
-         **settings: object) -> Diff:
+         **settings: Any) -> Diff:
     return make_diff(deployment(**settings), MANIFEST, dict.fromkeys(KEYS, target), facts, recorded,
                      before or status(), (), rotate)
 
 
-def settled(target: Environment | Image = ENVIRONMENT, **settings: object) -> dict[str, BoardFacts]:
+def settled(target: Environment | Image = ENVIRONMENT, **settings: Any) -> dict[str, BoardFacts]:
     """Boards as they are once a deployment is carried out."""
     wanted = diff({name: BoardFacts(publics=(key,)) for name, key in KEYS.items()}, target, **settings)
     assert wanted.release is not None
