@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from kits.error_lines import error_line
 from kits.process_clusters import PATIENCE
 from kits.tiny_model_dir import never_ends, tiny_model_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -151,30 +150,3 @@ def test_sampled_text_depends_on_the_seed_and_not_on_the_method(model: Path,
     assert one == sampled(1, "--strategy", "autoregressive")
     assert one == sampled(1, "--set", "rank=draft", "--set", "plus_width=7")
     assert one != sampled(2)
-
-
-@pytest.mark.parametrize(("arguments", "names"), [
-    ([], "--prompt-file"),
-    (["text", "--prompt-file", "also"], "--prompt-file"),
-    ([""], "prompt"),
-    (["x", "--dtype", "fp8"], "'--dtype'"),
-    (["x", "--set", "plus_width=0"], "plus_width"),
-    (["x", "--set", "tree_size=7"], "'tree_size'"),
-    (["x" * 2100], "2048"),
-])
-def test_bad_input_is_one_line_and_exit_code_2(model: Path, arguments: list[str], names: str,
-                                               capsys: pytest.CaptureFixture[str]) -> None:
-    assert names in error_line(capsys, generate(model, *arguments))
-
-
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["--strategy", "pipedec"], "pipedec drafts with draft-lm/, which"),
-    (["--strategy", "pipedec"], "draft with its EAGLE-2 head: --draft eagle2"),
-    (["--strategy", "flowspec", "--draft", "lm"], "flowspec drafts with draft-lm/, which"),
-    (["--strategy", "spd", "--draft", "eagle2"], "make it with: flowspec models train-spd --model "),
-])
-def test_a_missing_draft_model_is_named_at_once(model: Path, tmp_path: Path, arguments: list[str], says: str,
-                                                capsys: pytest.CaptureFixture[str]) -> None:
-    for part in ("target", "eagle2"):
-        (tmp_path / part).symlink_to(model / part)
-    assert says in error_line(capsys, generate(tmp_path, "x", *arguments))

@@ -128,18 +128,6 @@ def test_the_service_gets_the_answers_schema(file: str, tmp_path: Path, capsys: 
         assert (out.strip(), "(stop)" in err) == ("7", True)
 
 
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["--stages", "2"], "--stages does not work with --cluster"),
-    (["--set", "segment=8"], "--set does not work with --cluster"),
-    (["--clock", "virtual"], "--clock does not"),
-    (["--trace", "t"], "--trace does not"),
-    (["--strategy", "magic"], "no strategy 'magic'"), (["--system", "s"], "--system works with --chat only"),
-])
-def test_options_of_a_run_here_are_refused(tmp_path: Path, arguments: list[str], says: str,
-                                           capsys: pytest.CaptureFixture[str]) -> None:
-    assert says in error_line(capsys, generate(described(tmp_path / "c.toml", 1), PROMPT, *arguments))
-
-
 def test_errors_of_the_service_are_shown(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["generate", "--cluster", file, PROMPT, "--max-new-tokens", "100000"])
     assert "d0: the model's context is" in error_line(capsys, code)

@@ -123,10 +123,6 @@ def test_plan_knows_the_names_of_the_catalogue(capsys: pytest.CaptureFixture[str
         assert main(["plan", "--model", name, "--devices", "agx-orin-64gb:3", "--no-predict", "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
         assert len(report["boards"]) == 3, report
-    assert main(["plan", "--model", "lama-2-7b", "--devices", "orin-nano-8gb:5"]) == 2
-    assert "did you mean llama-2-7b" in capsys.readouterr().err
-    assert main(["generate", "x", "--model", "qwen3-8b"]) == 2
-    assert "flowspec models fetch qwen3-8b" in capsys.readouterr().err
 
 
 def test_plan_fetches_config_json_alone(tmp_path: Path, online: Hub) -> None:
@@ -208,15 +204,3 @@ def test_an_mtp_layer_comes_with_its_model(tmp_path: Path, place: Path, online: 
     assert resolve_model(name).draft("mtp") == place / name / "target"
     assert main(["models", "head", name, "--no-measure"]) == 0
     assert f"flowspec generate --model {name} --draft mtp" in capsys.readouterr().out
-
-
-def test_what_cannot_be_fetched(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "fetch", "nothing"]) == 2
-    assert "flowspec models list" in capsys.readouterr().err
-    assert main(["models", "fetch", "qwen3-8b", "--head", "eagle2"]) == 2
-    assert "only AngelSlim/Qwen3-8B_eagle3 (eagle3)" in capsys.readouterr().err
-    assert main(["models", "fetch", "qwen3-8b", "--head", "RedHatAI/Qwen3-8B-speculator.peagle"]) == 2
-    said = capsys.readouterr().err
-    assert "a head in the format P-EAGLE, which cannot be run" in said
-    assert "RedHatAI/Qwen3-8B-speculator.dflash2 (dflash)" in said
-    assert "\n" not in said.strip()

@@ -94,7 +94,6 @@ def test_verify_and_a_board(sharded: Path, tmp_path: Path, capsys: pytest.Captur
     assert "norm.safetensors has been altered" in fails(capsys, "verify", board)
     shutil.rmtree(board / "stage-2")
     assert "has none of the parts stage-1, stage-2, draft" in fails(capsys, "verify", board)
-    assert "is not a sharded model: manifest.json is missing" in fails(capsys, "verify", tmp_path)
     assert "is not a sharded model" in fails(capsys, "inspect", "demo")
 
 
@@ -108,50 +107,13 @@ def test_again_it_is_finished(model: Path, sharded: Path, capsys: pytest.Capture
     assert main(["models", "verify", str(sharded)]) == 0
 
 
-@pytest.mark.parametrize(("options", "complaint"), [
-    (["--stages", "9"], "9 stages are more than the model's 4 layers"),
-    (["--split", "2,3"], "makes 5 layers, and the model has 4"),
-    (["--split", "4,x"], "--split must be whole numbers from 1, separated by commas"),
-    ([], "give either --stages N or --split"),
-    (["--stages", "2", "--split", "2,2"], "give either --stages N or --split"),
-    (["--stages", "2", "--group", "64"], "--group goes with --dtype int4"),
-    (["--stages", "2", "--kernels", "x.json"], "--kernels goes with --dtype 4bit"),
-    (["--stages", "2", "--draft", "nowhere"], "no draft model at nowhere"),
-    (["--stages", "2", "--dtype", "int3"], "int3"),
-])
-def test_bad_options_write_nothing(model: Path, tmp_path: Path, options: list[str], complaint: str,
-                                              capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    assert complaint in fails(capsys, "shard", "--model", model, "--out", out, *options)
-    assert not out.exists()
-
-
-def test_where_nothing_can_be_written(model: Path, tmp_path: Path,
-                                      capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("shard", "--model", model, "--stages", 2, "--out")
-    assert "cannot write /proc/flowspec" in fails(capsys, *asked, "/proc/flowspec")
-    (tmp_path / "notes").touch()
-    assert "is not empty (it holds notes)" in fails(capsys, *asked, tmp_path)
-
-
-@pytest.mark.parametrize(("content", "result"), [
-    ('{"fastest": "nf4"}', "nf4"), ('{"fastest": "int4", "more": 1}', "int4"),
-    ('{"fastest": null}', "no 4-bit kind works on that device"),
-    ('{"fastest": "fp8"}', "'fp8' is the fastest, which is no 4-bit kind"),
-    ("{}", 'it has no key "fastest"'), ("[", "is not valid JSON"), (None, "cannot read"),
-])
-def test_the_boards_fastest_kind(model: Path, tmp_path: Path, content: str | None, result: str,
-                                 capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", ["nf4", "int4"])
+def test_the_boards_fastest_kind(model: Path, tmp_path: Path, kind: str) -> None:
     kernels, out = tmp_path / "kernels.json", tmp_path / "out"
-    if content is not None:
-        kernels.write_text(content)
-    asked = ("shard", "--model", model, "--stages", 2, "--dtype", "4bit", "--kernels", kernels, "--out", out)
-    if result in ("nf4", "int4"):
-        assert main(["models", *map(str, asked)]) == 0
-        assert Manifest.read(out).dtype == result
-    else:
-        assert result in fails(capsys, *asked)
-        assert not out.exists()
+    kernels.write_text(json.dumps({"fastest": kind, "more": 1}))
+    assert main(["models", "shard", "--model", str(model), "--stages", "2", "--dtype", "4bit", "--kernels",
+                 str(kernels), "--out", str(out)]) == 0
+    assert Manifest.read(out).dtype == kind
 
 
 def flowspec(*arguments: object, **environment: str) -> subprocess.Popen[str]:
