@@ -338,6 +338,8 @@ LOOSE = {**SCHEMA, "properties": {"q": {"type": "string", "pattern": "(?=a)b", "
         "name": "a", "schema": LOOSE, "strict": None}}}),
     ("responses", {"text": {"format": {"type": "json_schema", "name": "a", "schema": LOOSE}}}),
     ("chat", {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}),
+    ("chat", {"response_format": {"type": "json_schema", "json_schema": {
+        "name": "a", "schema": SCHEMA, "strict": True}}}),
     ("responses", {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA},
                             "verbosity": "medium"}}),
 ])

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from kits.http_server import NAME, Running, running, served
+from kits.http_server import NAME, Running, ask, running, served
 from kits.plain_answers import plain_text, tokenizer_of
 from kits.process_clusters import until
 
@@ -120,6 +120,24 @@ def test_stop_strings_cut_wherever_tokens_end(server: Running, model: Path, at: 
         found, why = done.choices[0].text, done.choices[0].finish_reason
         assert done.usage.completion_tokens <= 20
     assert (found, why) == (text[: text.index(stop)], "stop")
+
+
+def test_tokens_and_figures_come_with_the_answer(server: Running) -> None:
+    plain = ask(server, "abc", max_tokens=8)
+    wanted = {"flowspec": {"tokens": True}}
+    whole = ask(server, "abc", max_tokens=8, extra_body=wanted)
+    assert plain.choices[0].text == whole.choices[0].text
+    assert not {"tokens", "stats"} & {*plain.model_extra["flowspec"]}
+    details = whole.model_extra["flowspec"]
+    assert len(details["tokens"]) == whole.usage.completion_tokens == 8
+    assert details["stats"]["turns"] > 0
+    assert len(details["stats"]["stages"]) == 2
+
+    chunks = [*ask(server, "abc", max_tokens=8, stream=True, extra_body=wanted)]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == plain.choices[0].text
+    assert [bool(chunk.model_extra) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].model_extra["flowspec"]["tokens"] == details["tokens"]
+    assert chunks[-1].choices[0].finish_reason == "length"
 
 
 def test_models(server: Running) -> None:
