@@ -95,11 +95,3 @@ def test_a_sweep_over_a_recording(recording: Path, capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     assert "0 of 4 answers" in printed
     assert "1000 Mbps" in printed
-
-
-def test_a_plan_over_a_recording(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", "llama-2-7b", "--devices", "orin-nano-8gb:3", "--dtype", "int4", "--strategies",
-                 "flowspec,autoregressive", "--recording", str(recording), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["predictions"]
-    assert "demo with its EAGLE-2 head, recorded" in found[0]["label"]
-    assert found[0]["tokens_per_second"] > found[1]["tokens_per_second"] > 0

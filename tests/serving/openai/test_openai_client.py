@@ -17,7 +17,6 @@ from flowspec_edge.model.chat import Message
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.settings import Sampling
-from flowspec_edge.serving.intake import MAX_BODY_BYTES
 
 PROMPT = "def f(x): return"
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -170,6 +169,7 @@ def test_models(server: Running) -> None:
     ({"max_tokens": 5000}, None, "the model's context is 2048 tokens"),
     ({"stop": ["a"] * 65}, "stop", "at most 64"),
     ({"stop": ["a" * 999] * 5}, "stop", "at most 4000 characters of all"),
+    ({"stop": "a" * 1001}, "stop", "at most 1000 characters a stop string, not 1001"),
     ({"stop": ""}, "stop", "not empty"),
     ({"seed": "x"}, "seed", "valid integer"),
     ({"stream": "yes"}, "stream", "valid boolean"),
@@ -199,27 +199,11 @@ def test_prompts_that_are_none(server: Running, prompt: Any, says: str) -> None:
     assert caught.value.param == "prompt"
 
 
-@pytest.mark.parametrize(("content", "kind", "status", "says"), [
-    (b"{", "application/json", 400, "not valid JSON"),
-    (b"[]", "application/json", 400, "must be a JSON object"),
-    (b"\xff", "application/json", 400, "not valid JSON"),
-    (b'{"model": "tiny", "prompt": "\xed\xa0\x80"}', "application/json", 400, "not UTF-8 text"),
-    (b'{"model": "tiny", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", "application/json", 400,
-     "too many digits"),
-    (b'{"model": "tiny", "prompt": "a", "stop": "' + b"a" * 1001 + b'"}', "application/json", 400,
-     "at most 1000 characters a stop string, not 1001"),
-    (b"[" * 100_000, "application/json", 400, "nested too deeply"),
-    (b'{"temperature": NaN}', "application/json", 400, "NaN is no JSON"),
-    (b'{"model": "tiny", "prompt": "\\ud83d"}', "application/json", 400, "escape that is no character"),
-    (b'{"model": "tiny", "max_tokens": 1, "prompt": "a\\ud83d\\ude42"}', "application/json", 200, ""),
-    (b"{}", "text/plain", 400, "Content-Type: application/json"),
-    (b"{}", "application/json", 400, "model: Field required"),
-    (b" " * (MAX_BODY_BYTES + 1), "application/json; charset=utf-8", 413, "larger than"),
-])
-def test_bodies_that_are_none(server: Running, content: bytes, kind: str, status: int, says: str) -> None:
-    answer = server.http.post("/v1/completions", content=content, headers={"Content-Type": kind})
-    assert answer.status_code == status
-    assert says in answer.json().get("error", {}).get("message", "")
+def test_a_pair_of_escapes_is_a_character(server: Running) -> None:
+    content = b'{"model": "tiny", "max_tokens": 1, "prompt": "a\\ud83d\\ude42"}'
+    answer = server.http.post("/v1/completions", content=content,
+                              headers={"Content-Type": "application/json; charset=utf-8"})
+    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [
