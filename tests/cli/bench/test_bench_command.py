@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kits.plain_answers import tokenizer_of
 from kits.rail_files import board, once_measured
 from kits.tiny_model_dir import tiny_model_dir
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from kits.transformers_generate import reference_text
 
 from flowspec_edge.cli.main import main
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.lab.bench.samples import answer_digest
+from flowspec_edge.sampling.rule import Sampling
 
 PROMPTS = [
     {"prompt": "import os\n"},
@@ -212,12 +214,9 @@ def test_questions_go_through_the_chat_template(tmp_path: Path, prompts: Path) -
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>")
     report = bench(model, prompts, tmp_path / "a.json", "--strategies", "flowspec_plus", "--chat")
     assert report["settings"]["chat"] is True
-    tokenizer = AutoTokenizer.from_pretrained(model / "target")
-    target = AutoModelForCausalLM.from_pretrained(model / "target")
     answers = []
     for asked in ("import os\n", "def f(x):"):
-        ids = tokenizer.apply_chat_template([{"role": "user", "content": asked}], add_generation_prompt=True,
-                                            return_tensors="pt", return_dict=True)
-        new = target.generate(**ids, max_new_tokens=10, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
-        answers.append(answer_digest(new, "length"))
+        ids = tokenizer_of(model).apply_chat_template([{"role": "user", "content": asked}], return_dict=False,
+                                                      add_generation_prompt=True)
+        answers.append(answer_digest(*reference_text(model, ids, Sampling(), 10, [])))
     assert [sample["answer"] for sample in report["samples"]] == answers

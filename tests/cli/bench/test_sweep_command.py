@@ -104,12 +104,10 @@ def test_the_other_axes_make_a_difference(given: list[str], tmp_path: Path, axis
     assert data["published"] is None
 
 
-@pytest.mark.parametrize("arguments", [["--profile", "orin-nano-8gb"], ["--temperature", "1"], ["--no-published"]])
-def test_published_figures_are_shown_only_where_they_belong(given: list[str], tmp_path: Path,
-                                                            arguments: list[str],
+@pytest.mark.parametrize("option", ["--temperature=1", "--no-published"])
+def test_published_figures_are_shown_only_where_they_belong(given: list[str], tmp_path: Path, option: str,
                                                             capsys: pytest.CaptureFixture[str]) -> None:
-    data = sweep("bandwidth=125", tmp_path / "o.json", *given, "--strategies", "chunk_pp",
-                 "--limit", "1", *arguments)
+    data = sweep("bandwidth=125", tmp_path / "o.json", *given, "--strategies", "chunk_pp", "--limit", "1", option)
     assert data["published"] is None
     assert "published" not in capsys.readouterr().out
 

@@ -7,12 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from kits.plain_answers import tokenizer_of
 from kits.small_tokenizers import save, sentencepiece_style
 from kits.tiny_model_dir import tiny_model_dir
+from kits.transformers_generate import reference_text
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowspec_edge.cli.main import main
+from flowspec_edge.sampling.rule import Sampling
 
 QUESTION = "Who are you?"
 
@@ -48,12 +50,9 @@ def result(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
 def expected(model: Path, prompt: str, special: bool = True) -> tuple[list[int], str]:
     """transformers' answer to a prompt as it is written, and its text. ``special``: with the tokenizer's own
     special tokens, which a Jinja template writes itself."""
-    tokenizer = AutoTokenizer.from_pretrained(model / "target")
-    target = AutoModelForCausalLM.from_pretrained(model / "target")
-    target.generation_config.eos_token_id = None
-    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=special)
-    out = target.generate(**encoded, max_new_tokens=6, do_sample=False)
-    new = out[0, encoded["input_ids"].shape[1]:].tolist()
+    tokenizer = tokenizer_of(model)
+    ids = tokenizer(prompt, add_special_tokens=special)["input_ids"]
+    new, _ = reference_text(model, ids, Sampling(), 6, [], ends=[])
     return new, tokenizer.decode(new, skip_special_tokens=True)
 
 
@@ -77,7 +76,7 @@ def test_another_template_and_its_stop_token(model: Path, capsys: pytest.Capture
     answer = result(capsys)
     assert (answer["tokens"], answer["text"], answer["finish_reason"]) == (new, text, "length")
     path = model / "target" / "tokenizer_config.json"
-    end = AutoTokenizer.from_pretrained(model / "target").convert_ids_to_tokens(new[3])
+    end = tokenizer_of(model).convert_ids_to_tokens(new[3])
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": end}))
     assert generate(model, "--chat", QUESTION, "--chat-template", "llama-2", "--json") == 0
     answer = result(capsys)
@@ -87,7 +86,7 @@ def test_another_template_and_its_stop_token(model: Path, capsys: pytest.Capture
 def test_a_continuation_begins_with_its_space(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Prompt and answer side by side are the text of both; the stream says the same as the JSON."""
     new, _ = expected(model, "in the")
-    tokenizer = AutoTokenizer.from_pretrained(model / "target")
+    tokenizer = tokenizer_of(model)
     assert generate(model, "in the", "--json") == 0
     text = result(capsys)["text"]
     assert f"in the{text}" == tokenizer.decode([*tokenizer("in the")["input_ids"], *new],

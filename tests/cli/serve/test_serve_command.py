@@ -18,19 +18,17 @@ from typing import IO, Any
 import httpx2
 import pytest
 from kits.error_lines import error_line
+from kits.plain_answers import plain_text
 from kits.process_clusters import PATIENCE, alive, until
 from kits.rail_files import board, once_measured
 from kits.sharded_models import cut
 from kits.tiny_model_dir import tiny_model_dir
 from openai import BadRequestError, OpenAI
 from openai.types import Completion
-from transformers import AutoTokenizer
 
 from flowspec_edge.cli.common.options import require_room
 from flowspec_edge.cli.main import main
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.opened import OpenModel
-from flowspec_edge.sampling.rule import Sampling
 from tests.chaos.processes import descendants
 
 PROMPT = "def f(x): return"
@@ -109,9 +107,7 @@ def test_it_serves_logs_and_leaves_nothing_behind(
     assert process.returncode == 0
     until(lambda: not any(map(alive, pids)))  # helpers of multiprocessing end a moment later
     assert list(tmp_path.iterdir()) == []
-    ids = AutoTokenizer.from_pretrained(model / "target")(PROMPT)["input_ids"]
-    new, _ = PlainDecoder(model).generate(ids, 12, Sampling(), OpenModel(model).stop_ids)
-    assert done.choices[0].text == AutoTokenizer.from_pretrained(model / "target").decode(new)
+    assert done.choices[0].text == plain_text(model, PROMPT, 12)
     assert (logged["event"], logged["id"], logged["status"], logged["completion_tokens"]) == \
            ("request", done.id, 200, 12)
     assert 'emulates="",model="tiny",stages="2",strategy="flowspec_plus"' in metrics
