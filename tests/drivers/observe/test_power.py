@@ -14,7 +14,7 @@ from kits.process_clusters import until
 from kits.rail_files import CHIP, board, rail, write
 
 from flowspec_edge.drivers.observe.power import PowerMeter, board_meter, board_number
-from flowspec_edge.drivers.observe.power_rails import find_rails, read_watts, total_rails
+from flowspec_edge.drivers.observe.power_rails import read_watts, total_rails
 from flowspec_edge.drivers.observe.system_stats import SystemStats
 from flowspec_edge.util.jetson import power_rails
 
@@ -95,11 +95,6 @@ def test_a_channel_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     assert read_watts(rails) is None
     (tmp_path / CHIP / "in1_input").mkdir()
     assert read_watts(rails) is None
-
-
-def test_labels_alone_are_connected_channels(tmp_path: Path) -> None:
-    assert list(find_rails(board(tmp_path, 10.0))) == ["VDD_IN", "VDD_CPU_GPU_CV", "VDD_SOC"]
-    assert find_rails(tmp_path / "nothing") == {}
 
 
 class Sampled:

@@ -149,3 +149,13 @@ def test_a_lost_fork_server_is_replaced_and_its_workers_go_on(
     assert forkserver.server_pid() != server
     assert [one == other for one, other in zip(before, cluster.pids, strict=True)] == [True, False, True]
     assert not alive(before[1])
+
+
+@pytest.mark.soak
+def test_a_stage_that_ends_again_and_again_is_given_up(model: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(model, tmp_path / "model"))
+    with ProcessCluster(ClusterSpec(copy, 2, threads=1, rejoin_within=10 * PATIENCE)).start() as cluster:
+        (copy / "target" / "model.safetensors").unlink()
+        os.kill(cluster.pids[0], signal.SIGKILL)
+        with pytest.raises(PeerLost, match=r"no model at .*; restarted 5 times without success"):
+            cluster.generate(Request(PROMPT, "autoregressive", 8))

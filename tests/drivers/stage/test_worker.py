@@ -140,39 +140,10 @@ def test_a_heartbeat_says_how_the_board_is(start: Start, real: StageEngine) -> N
     assert beat["cache_bytes"] == real.cache_bytes > 0
 
 
-def test_counters_start_again_with_a_session(start: Start, real: StageEngine) -> None:
-    stage = start(real)
-    for session in (1, 2):
-        stage.tell(Open(session, 0, 64))
-        stage.give(segment(0, rows=2, session=session))
-        stage.result()
-        stage.tell(Close(session))
-        last = stage.hear(SessionReport, lambda report, s=session: report.session == s).counters
-        assert (last["segments"], last["rows"]) == (1, 2)
-        assert last["bytes_in"] == stage.first.bytes_out / session
-
-
-def test_a_segment_that_overtook_its_open_waits_for_it(start: Start, real: StageEngine) -> None:
-    stage = start(real)
-    stage.tell(Open(1, 0, 64))
-    stage.give(segment(0, session=2))
-    stage.hear(Heartbeat)
-    assert stage.output.receive() is None
-    stage.tell(Open(2, 0, 64))
-    assert stage.result().session == 2
-
-
 def goes_on(stage: Stage, session: int) -> None:
     stage.tell(Open(session, 0, 64))
     stage.give(segment(0, session=session))
     assert stage.result().session == session
-
-
-def test_a_segment_whose_open_never_comes(start: Start, real: StageEngine) -> None:
-    stage = start(real, open_within_s=0.1)
-    stage.give(segment(0, session=7))
-    assert "segment of session 7, but no Open for it within 0.1 s" in stage.hear(Failed).cause
-    goes_on(stage, 8)
 
 
 def test_two_sessions_each_have_their_own_counters(start: Start, real: StageEngine) -> None:
@@ -236,17 +207,6 @@ def test_a_stage_can_be_ended_in_the_middle_of_a_segment(start: Start) -> None:
     assert stage.ended() is None
 
 
-def test_a_stage_that_cannot_pass_its_results_on_lives_on(start: Start, real: StageEngine) -> None:
-    stage = start(real, data_queue=1)
-    stage.tell(Open(1, 0, 64))
-    for run in range(3):
-        stage.give(segment(run))
-    stage.hear(Credit, lambda credit: credit.run == 0)
-    for _ in range(3):  # the second result has no room
-        stage.hear(Heartbeat, lambda beat: beat.counters["segments"] == 2)
-    assert [stage.result().run for _ in range(3)] == [0, 1, 2]
-
-
 def test_what_is_not_a_segment_does_not_belong_on_the_data_link(start: Start, real: StageEngine) -> None:
     """The device before this one is broken: D0 hears of it, and the stage goes on."""
     stage = start(real)
@@ -300,21 +260,6 @@ def test_an_emulated_stage_tells_by_how_much_it_was_too_slow(start: Start, real:
     stage.tell(Close(1))
     last = stage.hear(SessionReport).counters
     assert 0 < last["late_s"] <= last["compute_s"]
-
-
-def test_a_stage_tells_a_d0_that_counts_from_behind(start: Start, real: StageEngine) -> None:
-    """As after a reboot with the clock set back, if D0 has not heard how far the numbers have come: the
-    segment that overtakes its Open is taken for a stale one, but D0 is told."""
-    stage = start(real)
-    stage.tell(Open(1000, 0, 64))
-    stage.tell(Close(1000))
-    stage.hear(SessionReport)
-    stage.give(segment(0, session=5))
-    stage.hear(Credit, lambda credit: credit.session == 5)
-    stage.tell(Open(5, 0, 64))
-    assert stage.hear(Hello, lambda hello: hello.newest >= 0).newest == 1000
-    assert "D0 opens session 5 after session 1000" in stage.hear(Failed).cause
-    goes_on(stage, 1001)
 
 
 def test_errors_become_one_line() -> None:
