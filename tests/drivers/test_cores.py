@@ -16,6 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from kits.core_pipeline import PROMPTS, STAGES, STRATEGIES, Draw, Pipeline, plain, request
 from kits.hypothesis_examples import examples
+from kits.tiny_model_dir import tiny_eagle3
 
 from flowspec_edge.d0.capacity import session_rows
 from flowspec_edge.d0.events import Abandoned, Finish, Reported, Wait, Worked
@@ -31,18 +32,30 @@ events = st.lists(st.tuples(st.sampled_from(["start", "cancel", "give way", "los
                             st.integers(0, 40)), max_size=8)
 
 
+@pytest.fixture(scope="module")
+def tapped(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with a head that reads inner states."""
+    path = tmp_path_factory.mktemp("tapped")
+    for part in tiny_model.iterdir():
+        (path / part.name).symlink_to(part)
+    tiny_eagle3(path, drafted=64)
+    return path
+
+
 @given(choices, st.lists(st.sampled_from(STRATEGIES), min_size=4, max_size=4), events,
        st.sampled_from([0.0, 1.0]))
 @example([0, 1], ["flowspec"] * 4, [("cancel", 0, 1), ("give way", 0, 2)], 0.0)  # ends with a Close under way
 @examples(400, quick=12)
-def test_any_order_of_messages_gives_the_text(tiny_model: Path, order: list[int], strategies: list[str],
+def test_any_order_of_messages_gives_the_text(tapped: Path, order: list[int], strategies: list[str],
                                               script: list[tuple[str, int, int]], temperature: float) -> None:
-    pipeline = Pipeline(tiny_model, Draw(order), places=2)
+    """Every second request drafts with an EAGLE-3 head: its outputs wait for taps, which come over other links."""
+    pipeline = Pipeline(tapped, Draw(order), places=2)
     core, handles, cancelled = pipeline.core, dict[int, RequestHandle](), set[int]()
 
     def start(place: int) -> None:
         if place not in handles:
-            handles[place] = RequestHandle(replace(request(place, strategies[place], temperature),
+            draft = "own" if place % 2 else "eagle3"
+            handles[place] = RequestHandle(replace(request(place, strategies[place], temperature, draft),
                                                    caller=(str(place),)))
             pipeline.start(handles[place])
 
@@ -64,7 +77,7 @@ def test_any_order_of_messages_gives_the_text(tiny_model: Path, order: list[int]
     pipeline.run(lambda: not core.busy)
     for place, handle in handles.items():
         result = handle.result(0)
-        expected = plain(tiny_model, tuple(PROMPTS[place]), temperature)
+        expected = plain(tapped, tuple(PROMPTS[place]), temperature)
         assert result.tokens == (expected[:len(result.tokens)] if place in cancelled else expected)
     assert core.sessions == ()
     assert core.pool._open == {}
@@ -120,11 +133,16 @@ def test_a_request_that_is_cancelled_while_the_driver_has_its_work_ends_once(tin
         pipeline.work = None
         if done:
             action.work()
+        [(draft_session, _)] = action.job.parts
+        before = len(draft_session.tokens)
         if seen == nth:
             handle.cancel()
             pipeline.carry_out()
+            for session in pipeline.core.closing:
+                pipeline.core.feed(Reported(session, [{}] * STAGES))
         if not done:
             action.work()
+            assert seen != nth or len(draft_session.tokens) == before  # the first work would have given a token
         seen += 1
         pipeline.core.feed(Worked(pipeline.now, pipeline.now))
         pipeline.carry_out()

@@ -10,20 +10,15 @@ import shutil
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from kits.cases import DISTINCT
 from kits.draft_heads import VARIANTS, published_eagle3
-from kits.stages import through
 from kits.tiny_model_dir import tiny_eagle3
 from kits.tiny_models import tiny_llama
 from transformers import AutoModelForCausalLM
 
-from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.d0.request import Request, Stats
-from flowspec_edge.d0.scheduler import Scheduler
-from flowspec_edge.d0.session import DraftPass, DraftSession, Task, Verify
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drafting.checkpoint import HeadFiles
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter
@@ -34,10 +29,8 @@ from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.drivers.virtual.links import wire_bytes
 from flowspec_edge.drivers.virtual.run import VirtualRun
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.messages import Cancel, Close, Credit, Output, Payload, Segment, Tap
+from flowspec_edge.messages import Close, Payload
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 
@@ -188,101 +181,6 @@ def test_taps_are_weighed_on_their_stages_link(model: Path, monkeypatch: pytest.
     every = (*runs[0]._data, *runs[0]._control, *runs[0]._taps, runs[0]._back)
     closing = 4 * wire_bytes(Close(1), PROFILE)  # after the text was complete
     assert result.stats.bytes == sum(link.bytes for link in every) - closing
-
-
-def test_a_tap_weighs_what_the_profiles_states_weigh() -> None:
-    tap = Tap(1, 0, 3, 5, np.arange(16, dtype=np.int32), Payload("float32", np.zeros((16, 32), np.float32)))
-    assert 16 * 8192 < wire_bytes(tap, PROFILE) < 16 * 8192 + 400
-
-
-class Chain:
-    """A draft session with real stages, whose messages the test hands over as late as it likes."""
-
-    def __init__(self, model: Path, request: Request, stages: int = 2) -> None:
-        device0 = DraftModels(model)
-        self.c: DraftSession = device0.draft_session(request, stages, lambda: 0.0, 1, lambda kind: 1.0)
-        self.scheduler = Scheduler()
-        opening = self.scheduler.add(self.c)
-        self.engines = [StageEngine(load_shard(model / "target", i, stages, "fp32")) for i in range(stages)]
-        for engine in self.engines:
-            engine.open(opening)
-
-    def send(self) -> list[tuple[list[Tap], Output]]:
-        """All that may be sent goes through the stages; what comes of each segment."""
-        found = []
-        for message in self.scheduler.take_messages():
-            if isinstance(message, Segment):
-                found.append(through(self.engines, message))
-                self.scheduler.receive(Credit(message.session, message.epoch, message.run))
-            else:
-                for engine in self.engines:
-                    engine.cancel(message) if isinstance(message, Cancel) else engine.prune(message)
-        return found
-
-    def next_task(self) -> Task | None:
-        job = self.scheduler.next_job()
-        return job and job.parts[0][1]
-
-    def draft(self) -> None:
-        """Whatever D0 may do but verify."""
-        while (task := self.next_task()) is not None:
-            assert isinstance(task, DraftPass)
-            self.c.complete(task)
-
-
-def test_an_output_waits_for_its_taps_and_for_nothing_else(model: Path) -> None:
-    """Taps in any order, all of them after the output; those of the next run before those of this one."""
-    request = Request(PROMPT, "flowspec", 12, SAMPLED, Params(draft="eagle3", tree_size=12, width=4,
-                                                              prefill_chunk=8))
-    chain, late = Chain(model, request), []
-    waited = 0
-    while not chain.c.finished:
-        late += chain.send()
-        chain.draft()
-        if len(late) < 2 and (more := chain.send()):
-            late += more
-            continue
-        (taps, output), following = late.pop(0), late[:1]
-        chain.c.receive(output)
-        for taps_after, output_after in following:  # complete, but not its turn
-            chain.c.receive(output_after)
-            for tap in taps_after:
-                chain.c.receive(tap)
-        for tap in reversed(taps):
-            chain.draft()  # never verifies
-            chain.c.receive(tap)
-            waited += 1
-        late = late[len(following):]
-        for expected in (output, *(o for _, o in following)):
-            task = chain.next_task()
-            if chain.c.finished:
-                break
-            assert isinstance(task, Verify)
-            assert task.output is expected
-            chain.c.complete(task)
-    assert waited > 3 * 4
-    assert chain.c.result(1.0, 0).tokens == plain(model, tuple(PROMPT), 12, SAMPLED)
-
-
-def test_an_output_without_rows_waits_for_nothing(model: Path) -> None:
-    chain = Chain(model, Request([5], "flowspec", 4, GREEDY, Params(draft="eagle3")))
-    (taps, output), = chain.send()
-    assert {tap.layer for tap in taps} == set(CAPTURED)
-    for message in (*taps, output):
-        chain.c.receive(message)
-    task = chain.next_task()
-    assert isinstance(task, Verify)
-    chain.c.complete(task)
-    task = chain.next_task()
-    assert isinstance(task, DraftPass)
-    chain.c.complete(task)
-    (_, output), *_ = chain.send()
-    empty = Output(output.session, output.epoch, output.run, output.numbers[:0],
-                   Payload(output.hidden.dtype, output.hidden.array[:0]))
-    chain.c.receive(empty)
-    task = chain.next_task()
-    assert isinstance(task, Verify)
-    assert task.output is empty
 
 
 def test_processes_give_the_same_tokens(model: Path) -> None:
