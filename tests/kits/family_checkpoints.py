@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +103,29 @@ def family_dir(name: str, path: Path, hidden: int = 32) -> Path:
     return path
 
 
+class FamilyDirs(dict[str, Path]):
+    """Whole model directories by family, each made when it is first wanted."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+
+    def __missing__(self, family: str) -> Path:
+        self[family] = family_dir(family, self._base / family)
+        return self[family]
+
+
 def generated(target: Path, prompt: Sequence[int], new: int) -> list[int]:
     """transformers' own greedy continuation in fp32; end-of-sequence is a token like any other here."""
+    return [*_generated(target, tuple(prompt), new)]
+
+
+@cache
+def _generated(target: Path, prompt: tuple[int, ...], new: int) -> tuple[int, ...]:
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     model.generation_config.eos_token_id = None
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([prompt])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
-    tokens: list[int] = out[0, len(prompt):].tolist()
-    return tokens
+    return tuple(out[0, len(prompt):].tolist())
 
 
 def shake(path: Path) -> None:

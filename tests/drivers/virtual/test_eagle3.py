@@ -7,19 +7,19 @@ stage, at the end of one and at the start of the next, and two of one stage.
 from __future__ import annotations
 
 import shutil
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from kits.cases import DISTINCT
 from kits.draft_heads import VARIANTS, published_eagle3
+from kits.requests import text
 from kits.tiny_model_dir import tiny_eagle3
 from kits.tiny_models import tiny_llama
-from transformers import AutoModelForCausalLM
+from kits.transformers_generate import captured_states
+from kits.virtual_clusters import PROFILE, cluster
 
 from flowspec_edge.d0.request import Request, Stats
-from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drafting.checkpoint import HeadFiles
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter
 from flowspec_edge.drafting.eagle.eagle3_formats import head3_config, head3_layers
@@ -28,13 +28,11 @@ from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.drivers.virtual.links import wire_bytes
 from flowspec_edge.drivers.virtual.run import VirtualRun
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.messages import Close, Payload
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 
-PROFILE = load_profile("paper-7b")
 CAPTURED = (2, 4, 5)
 GREEDY, SAMPLED = Sampling(), Sampling(1.0, seed=11)
 DRAFTING = [name for name, chosen in STRATEGIES.items()
@@ -49,28 +47,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_llama(path / "target", layers=8, hidden=32, vocab=97)
     tiny_eagle3(path, drafted=64)
     return path
-
-
-@cache
-def cluster(path: Path, stages: int) -> VirtualCluster:
-    return VirtualCluster(path, stages, PROFILE)
-
-
-@cache
-def plain(path: Path, prompt: tuple[int, ...], limit: int, sampling: Sampling) -> list[int]:
-    return PlainDecoder(path).generate(list(prompt), limit, sampling)[0]
-
-
-@cache
-def states(path: Path, text: tuple[int, ...], captured: tuple[int, ...] = CAPTURED) -> torch.Tensor:
-    """The captured states of every row of a text, by transformers: [n, states H]; those after all layers
-    are not normed."""
-    target = AutoModelForCausalLM.from_pretrained(path / "target", dtype=torch.float32).eval()
-    with torch.inference_mode():
-        inputs: list[torch.Tensor] = []
-        target.model.norm.register_forward_pre_hook(lambda norm, given: inputs.append(given[0]))
-        hidden = target.model(torch.tensor([text]), output_hidden_states=True).hidden_states
-    return torch.cat([(*hidden[:-1], inputs[0])[layer][0] for layer in captured], dim=-1)
 
 
 @pytest.fixture
@@ -91,13 +67,13 @@ def same_tokens_and_states(path: Path, stages: int, request: Request, known: lis
                            captured: tuple[int, ...] = CAPTURED) -> Stats:
     """Returns what the run was like."""
     known.clear()
-    expected = plain(path, tuple(request.prompt), request.max_new_tokens, request.sampling)
+    expected = text(path, tuple(request.prompt), request.max_new_tokens, request.sampling)
     result = cluster(path, stages).generate(request)
     assert result.tokens == expected, f"{request.strategy}, {stages} stages"
-    text = (*request.prompt, *expected)
-    taken = torch.cat(known)[: len(text) - 1]  # what is accepted past the limit is taken, too
-    assert len(taken) >= len(text) - 1 - 1
-    torch.testing.assert_close(taken, states(path, text, captured)[: len(taken)], atol=1e-4, rtol=1e-4)
+    whole = (*request.prompt, *expected)
+    taken = torch.cat(known)[: len(whole) - 1]  # what is accepted past the limit is taken, too
+    assert len(taken) >= len(whole) - 1 - 1
+    torch.testing.assert_close(taken, captured_states(path, whole, captured)[: len(taken)], atol=1e-4, rtol=1e-4)
     return result.stats
 
 
@@ -162,7 +138,7 @@ def test_texts_past_a_heads_limit_go_on(tiny_model: Path, tmp_path: Path, kind: 
     request = Request(prompt, "flowspec", 12, SAMPLED, Params(draft=kind, tree_size=12, width=4))  # type: ignore[arg-type]
     drafting = VirtualCluster(path, 2, PROFILE)
     result = drafting.generate(request)
-    assert result.tokens == plain(path, tuple(prompt), 12, SAMPLED)
+    assert result.tokens == text(path, tuple(prompt), 12, SAMPLED)
     assert result.stats.accepted > 0
     drafter = drafting._model.sessions._drafter(kind, request.params)
     assert drafter._cache.shape.kind.window == 32  # type: ignore[attr-defined]
@@ -187,4 +163,4 @@ def test_processes_give_the_same_tokens(model: Path) -> None:
     with open_cluster(ClusterSpec(model, 2, threads=1)) as clusters:
         for name, sampling in (("flowspec", SAMPLED), ("pipeinfer", GREEDY)):
             result = clusters.generate(Request(PROMPT, name, 12, sampling, Params(draft="eagle3")))
-            assert result.tokens == plain(model, tuple(PROMPT), 12, sampling)
+            assert result.tokens == text(model, tuple(PROMPT), 12, sampling)

@@ -13,11 +13,10 @@ import pytest
 import torch
 from kits.cases import DISTINCT
 from kits.transformers_generate import reference_text, target_of
+from kits.virtual_clusters import cluster
 from transformers import AutoTokenizer, LogitsProcessor
 
 from flowspec_edge.d0.request import Request
-from flowspec_edge.device_profile import load_profile
-from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.grammar import Grammar
 from flowspec_edge.model.opened import OpenModel
@@ -68,11 +67,6 @@ def reference(model: Path, prompt: tuple[int, ...], sampling: Sampling) -> tuple
 def grammar(model: Path) -> Grammar:
     found = OpenModel(model)
     return Tokenizer(found).grammars.json_schema(SCHEMA, found.stop_ids)
-
-
-@cache
-def cluster(model: Path, stages: int) -> VirtualCluster:
-    return VirtualCluster(model, stages, load_profile("paper-7b"))
 
 
 def check(model: Path, stages: int, prompt: tuple[int, ...], name: str, sampling: Sampling) -> int:

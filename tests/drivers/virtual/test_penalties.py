@@ -8,7 +8,6 @@ mu are the logits and c[j] says how often token j was sampled before the positio
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kits.cases import strategies
 from kits.transformers_generate import reference_text
+from kits.virtual_clusters import cluster
 from numpy.typing import NDArray
 from transformers import LogitsProcessor
 
 from flowspec_edge.d0.request import Request
-from flowspec_edge.device_profile import load_profile
-from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
@@ -55,11 +53,6 @@ class Penalised(LogitsProcessor):
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         row = published(scores[0].double().numpy(), ids[0, self.prompt:].tolist(), self.wanted)
         return torch.from_numpy(row)[None]
-
-
-@cache
-def cluster(model: Path, stages: int) -> VirtualCluster:
-    return VirtualCluster(model, stages, load_profile("paper-7b"))
 
 
 def check(model: Path, stages: int, prompt: tuple[int, ...], name: str, sampling: Sampling, wanted: Penalties

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from kits.cases import pairwise
+from kits.requests import text
 
 from flowspec_edge.d0.lm_head import LmHead
 from flowspec_edge.d0.request import Request, Stats
@@ -16,7 +16,6 @@ from flowspec_edge.d0.scheduler import Scheduler
 from flowspec_edge.d0.session import DraftPass, DraftSession, Task, Verify
 from flowspec_edge.device_profile import DraftCost, Profile, load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.lab.spd.strategy import SPD
 from flowspec_edge.messages import Credit, Output, Payload, Segment, Tap
 from flowspec_edge.sampling.rule import Rank, Sampling
@@ -26,11 +25,6 @@ from flowspec_edge.tree.draft_api import DraftOutput, DraftRequest
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 
 GREEDY, SAMPLED = Sampling(), Sampling(1.0, seed=8)
-
-
-@lru_cache
-def plain(path: Path) -> PlainDecoder:
-    return PlainDecoder(path)
 
 
 def drafts_taking(profile: Profile, ms: float) -> Profile:
@@ -91,7 +85,7 @@ def test_the_tokens_of_plain_decoding(eight_layers: Path, stages: int, width: in
     prompt = np.random.default_rng(stages).integers(1, 97, 70).tolist()
     cluster = VirtualCluster(eight_layers, stages, load_profile("paper-7b"))
     result = cluster.generate(Request(prompt, "spd", 8, sampling, Params(spd_width=width)))
-    assert result.tokens == plain(eight_layers).generate(prompt, 8, sampling)[0]
+    assert result.tokens == text(eight_layers, tuple(prompt), 8, sampling)
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -99,7 +93,7 @@ def test_more_stages_than_layers_by_far(small_vocabulary_model: Path, width: int
     cluster = VirtualCluster(small_vocabulary_model, 5, load_profile("paper-7b"))
     for sampling in (GREEDY, SAMPLED):
         result = cluster.generate(Request([3, 1, 4], "spd", 12, sampling, Params(spd_width=width)))
-        assert result.tokens == plain(small_vocabulary_model).generate([3, 1, 4], 12, sampling)[0]
+        assert result.tokens == text(small_vocabulary_model, (3, 1, 4), 12, sampling)
         assert result.stats.accepted > 0
 
 
