@@ -14,7 +14,6 @@ from kits.tiny_model_dir import tiny_model_dir
 from kits.tiny_models import tiny_llama
 from kits.virtual_clusters import PROFILE, cluster
 
-from flowspec_edge.cli.main import main
 from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.d0.request import Request, Result
 from flowspec_edge.errors import UsageError
@@ -106,16 +105,6 @@ def test_flowspec_plus_looks_up_by_itself_or_not_at_all(ngram: bool | None, itse
                                                         merged: bool) -> None:
     chosen, params = STRATEGIES["flowspec_plus"], Params(ngram=ngram)
     assert (chosen.looks_up(params), chosen.merges_look_up(params)) == (itself, merged)
-
-
-def test_a_command_names_both_ways_without_a_head(no_head: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "run", "--model", str(no_head), "--strategies", "flowspec_plus"]) != 0
-    said = capsys.readouterr().err
-    assert "flowspec_plus drafts with eagle2/, which" in said
-    assert "add one, as flowspec models head" in said
-    assert "--draft ngram" in said
-    assert "--strategy autoregressive" in said
-    assert len(said.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(("given", "message"), [

@@ -77,12 +77,6 @@ def test_every_strategy_gives_the_published_tokens(small_vocabulary_model: Path,
         assert sum(accepted for accepted, _ in runs) > 0
 
 
-@pytest.mark.parametrize(("name", "stages"),
-                         [("pipeinfer", 1), ("flowspec", 3)])
-def test_any_number_of_stages(eight_layers: Path, name: str, stages: int) -> None:
-    check(eight_layers, stages, tuple(range(20, 40)), name, SAMPLINGS[stages % 3], PENALTIES[0])
-
-
 def test_drafts_of_a_trained_head_are_accepted(demo_model: Path) -> None:
     prompt = tuple(Tokenizer(OpenModel(demo_model)).encode("x = [1, 2, 3, 4, 5, 6,"))
     accepted, changed = check(demo_model, 3, prompt, "flowspec_plus", Sampling(), Penalties(0.5))

@@ -49,16 +49,3 @@ def test_a_layer_is_never_wider_than_w(demo_model: Path, demo_prompts: list[list
     assert max(s.rows for s in decoding) == 5
     drafts = [s.rows for s in cluster.spans if s.kind == "draft"]
     assert max(drafts) == 5
-
-
-@pytest.mark.slow
-def test_wider_layers_hit_more_often(demo_model: Path, demo_prompts: list[list[int]],
-                                     ideal_profile: Profile) -> None:
-    cluster = VirtualCluster(demo_model, 4, ideal_profile)
-
-    def accepted(width: int) -> int:
-        params = Params(pipedec_width=width)
-        return sum(cluster.generate(Request(p, "pipedec", 24, params=params)).stats.accepted
-                   for p in demo_prompts[:2])
-
-    assert accepted(1) < accepted(32)

@@ -17,7 +17,7 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
-from flowspec_edge.lab.bench.axes import AXES, Value, label
+from flowspec_edge.lab.bench.axes import AXES, Value
 from flowspec_edge.lab.bench.paper_results import BandwidthCurves, load_paper_results
 from flowspec_edge.lab.bench.results import ENERGY, BenchReport, Sweep, load_sweep
 from flowspec_edge.lab.bench.runner import BenchPlan, PointCluster, Workload, cached, measure_points, steps
@@ -229,12 +229,6 @@ def test_files_that_are_no_sweep(tmp_path: Path, change: dict[str, object], says
     BenchReport("paper-7b", "virtual").save(path)
     with pytest.raises(UsageError, match="is no sweep"):
         load_sweep(path)
-
-
-def test_labels_of_values() -> None:
-    assert AXES["bandwidth"].text(62.5) == "62.5 Mbps"
-    assert label(1000) == "1000"
-    assert AXES["depth"].text((5, 3)) == "(5, 3) levels"
 
 
 def test_published_figures_belong_to_one_testbed() -> None:
