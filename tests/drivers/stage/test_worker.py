@@ -6,7 +6,6 @@ elsewhere it is the real one.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -55,26 +54,6 @@ def test_a_stage_greets_computes_and_reports(start: Start, real: StageEngine) ->
     assert stage.ended() is None
 
 
-def test_in_a_timed_session_a_stage_tells_of_every_segment(start: Start, real: StageEngine) -> None:
-    stage = start(real)
-    began = time.monotonic() * 1e6
-    stage.tell(Open(1, 0, 64, timed=True))
-    told = []
-    for run, rows in enumerate((2, 2, 0)):
-        stage.give(segment(run, rows=rows, first=run * 2))
-        stage.result()
-        told.append(stage.hear(Computed))
-    assert [(c.session, c.epoch, c.run, c.stage, c.rows) for c in told] == [
-        (1, 0, 0, 1, 2), (1, 0, 1, 1, 2), (1, 0, 2, 1, 0)]
-    moments = [moment for c in told for moment in (c.start, c.end, c.sent)]
-    assert moments == sorted(moments)
-    assert began - 1 <= moments[0] <= moments[-1] <= time.monotonic() * 1e6 + 1
-    stage.tell(Close(1))
-    last = stage.hear(SessionReport, lambda report: report.session == 1).counters
-    assert last["compute_s"] * 1e6 == pytest.approx(sum(c.end - c.start for c in told), abs=3)
-    assert "memory_total" not in last
-
-
 def test_a_cancelled_segment_is_told_of_as_one_without_rows(start: Start) -> None:
     engine = HeldEngine()
     stage = start(engine)
@@ -85,22 +64,6 @@ def test_a_cancelled_segment_is_told_of_as_one_without_rows(start: Start) -> Non
     told = stage.hear(Computed)
     assert (told.run, told.rows) == (0, 0)
     assert told.start < told.end
-
-
-def test_only_timed_sessions_are_told_of(start: Start, real: StageEngine) -> None:
-    stage = start(real)
-    stage.tell(Open(1, 0, 64, timed=True))
-    stage.tell(Open(2, 0, 64, concurrent=(1,)))
-    for session in (2, 1):
-        stage.give(segment(0, session=session))
-        stage.result()
-    assert stage.hear(Computed).session == 1
-    stage.tell(Close(1))
-    stage.tell(Open(3, 0, 64, concurrent=(2,), timed=True))
-    for session in (2, 3):
-        stage.give(segment(int(session == 2), session=session))
-        stage.result()
-    assert stage.hear(Computed).session == 3
 
 
 def test_a_session_that_ends_within_a_segment(start: Start, real: StageEngine) -> None:
@@ -127,17 +90,6 @@ def test_a_session_that_ends_within_a_segment(start: Start, real: StageEngine) -
     stage.hear(Credit, lambda credit: credit.run == 1)
     beat = stage.hear(Heartbeat).counters
     assert (beat["rows"], beat["since"]) == (2, 1)
-
-
-def test_a_heartbeat_says_how_the_board_is(start: Start, real: StageEngine) -> None:
-    stage = start(real)
-    stage.tell(Open(1, 0, 64))
-    stage.give(segment(0))
-    stage.result()
-    beat = stage.hear(Heartbeat, lambda beat: beat.counters["rows"] == 1).counters
-    assert 0 < beat["resident"] < beat["memory_total"]
-    assert beat["memory_available"] < beat["memory_total"]
-    assert beat["cache_bytes"] == real.cache_bytes > 0
 
 
 def goes_on(stage: Stage, session: int) -> None:

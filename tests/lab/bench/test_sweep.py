@@ -11,6 +11,7 @@ from statistics import fmean
 
 import pytest
 from kits.bench_reports import report
+from kits.requests import answer, plain
 from pydantic import ValidationError
 
 from flowspec_edge.d0.request import Request
@@ -21,7 +22,6 @@ from flowspec_edge.lab.bench.axes import AXES, Value
 from flowspec_edge.lab.bench.paper_results import BandwidthCurves, load_paper_results
 from flowspec_edge.lab.bench.results import ENERGY, BenchReport, Sweep, load_sweep
 from flowspec_edge.lab.bench.runner import BenchPlan, PointCluster, Workload, cached, measure_points, steps
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.strategies.params import Params
 
 PAPER = load_profile("paper-7b")
@@ -33,12 +33,11 @@ class Plain:
     """Plain decoding that counts its requests."""
 
     def __init__(self, model: Path) -> None:
-        self.decoder, self.asked = PlainDecoder(model), 0
+        self.decoder, self.asked = plain(model), 0
 
     def __call__(self, request: Request) -> tuple[list[int], str]:
         self.asked += 1
-        return self.decoder.generate(list(request.prompt), request.max_new_tokens, request.sampling,
-                                     request.stop_ids)
+        return answer(self.decoder, request)
 
 
 class Opener:
