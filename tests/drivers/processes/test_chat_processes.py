@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kits.process_clusters import PATIENCE
+from kits.process_clusters import PATIENCE, served
 from kits.requests import own_text, prompt
 
 from flowspec_edge.d0.capacity import session_rows
@@ -42,20 +41,6 @@ class Watch(Observer):
                 self.most_bytes = max(self.most_bytes, event.beat.counters.get("cache_bytes", 0.0))
             case SessionOpened():
                 self.order.append(event.request.prompt[0])
-
-
-@contextmanager
-def served(cluster: ProcessCluster) -> Iterator[None]:
-    """Another thread answers."""
-    stopped = threading.Event()
-    server = threading.Thread(target=cluster.serve, args=(stopped.is_set,))
-    server.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        server.join(PATIENCE)
-    assert not server.is_alive()
 
 
 @pytest.fixture(scope="module")

@@ -165,11 +165,3 @@ def test_no_paper_columns_for_other_testbeds(other: BenchReport) -> None:
     text = paper_tables([other], published=load_paper_results())
     assert "paper," not in text
     assert "The paper has no figures for this testbed." in text
-
-
-def test_thirteen_billion() -> None:
-    reports = [report(EVERY, TASKS, [0.0], profile="paper-13b-int4")]
-    text = paper_tables(reports, published=load_paper_results())
-    table, = parse(sections(text)["I"])
-    flowspec = next(row for row in table if row[0] == "FlowSpec")
-    assert flowspec[-4:] == ["2.21", "1.69", "2.23", "1.68"]
