@@ -13,10 +13,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from flowspec_edge.drafting.eagle.eagle2 import EagleHead, eagle_config, save_head
 from flowspec_edge.strategies.params import Params
 from kits.stages import RECURRENT
-from kits.tiny_model_dir import tiny_spd
+from kits.tiny_model_dir import tiny_head, tiny_spd
 from kits.tiny_models import tiny_llama, tiny_model
 
 VOCAB = 61
@@ -94,11 +93,7 @@ def family_dir(name: str, path: Path, hidden: int = 32) -> Path:
         (path / "draft-lm").symlink_to(path / "target")
     else:
         tiny_llama(path / "draft-lm", layers=1, hidden=32, vocab=VOCAB, seed=2)
-    config = eagle_config({"vocab_size": VOCAB, "hidden_size": hidden, "intermediate_size": 2 * hidden,
-                           "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}, "a head")
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        save_head(EagleHead(config), path / "eagle2", torch.float32)
+    tiny_head(path / "eagle2", VOCAB, hidden)
     tiny_spd(path)
     return path
 

@@ -28,14 +28,6 @@ def members() -> Membership:
     return Membership(["v1", "v2"], dead_after=5.0)
 
 
-def test_stages_are_missing_until_they_say_hello(members: Membership) -> None:
-    assert members.missing() == ["V1", "V2"]
-    members.receive("v2", V2, 0.0)
-    assert members.missing() == ["V1"]
-    members.receive("v1", V1, 0.0)
-    assert members.missing() == []
-
-
 def test_silence_is_counted_from_the_last_message_or_the_request(members: Membership) -> None:
     members.receive("v1", V1, 10.0)
     members.receive("v2", V2, 12.0)
