@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,15 @@ def plain(model: Path) -> PlainDecoder:
 @cache
 def text(model: Path, prompt: tuple[int, ...], count: int, sampling: Sampling) -> list[int]:
     return plain(model).generate(list(prompt), count, sampling)[0]
+
+
+def answer(decoder: PlainDecoder, request: Request) -> tuple[list[int], str]:
+    """What plain decoding makes of a request, and why it ends there."""
+    return decoder.generate(list(request.prompt), request.max_new_tokens, request.sampling, request.stop_ids)
+
+
+def plain_answers(model: Path) -> Callable[[Request], tuple[list[int], str]]:
+    return partial(answer, plain(model))
 
 
 def own_text(model: Path, request: Request) -> list[int]:

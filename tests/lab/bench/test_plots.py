@@ -12,7 +12,6 @@ import pytest
 from kits.bench_reports import report
 
 from flowspec_edge.drivers.virtual.clock import Span
-from flowspec_edge.errors import UsageError
 from flowspec_edge.lab.bench.plots import gantt, plot
 from flowspec_edge.lab.bench.timeline import window
 
@@ -104,14 +103,3 @@ def test_a_bar_for_every_piece_of_work_in_the_window(tmp_path: Path) -> None:
     assert [text for text in found if text in map(str, range(30, 80))] == ["32", "33", "34", "77"]
     assert "a caption; grey: cancelled" in found
     assert "turns after the first token (1 turn = 1e+03 ms)" in found
-
-
-@pytest.mark.parametrize(("name", "says"), [
-    ("f.pdf", r"f\.pdf: a figure must end in \.svg or \.png"),
-    ("f", r"must end in \.svg or \.png"),
-    ("absent/f.svg", "cannot write"),
-])
-def test_paths_that_cannot_become_a_figure(tmp_path: Path, name: str, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        plot([report(STRATEGIES, ["qa"], [0.0])], tmp_path / name)
-    assert list(tmp_path.iterdir()) == []
