@@ -1,12 +1,20 @@
-"""Benchmark reports with random figures."""
+"""Benchmark reports with random figures, and the texts of figures that are drawn of them."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from xml.etree import ElementTree
 
-from flowspec_edge.lab.bench.results import BenchReport
+from flowspec_edge.device_profile import load_profile
+from flowspec_edge.lab.bench.axes import AXES
+from flowspec_edge.lab.bench.results import BenchReport, Sweep
 from flowspec_edge.lab.bench.samples import Sample
+from flowspec_edge.lab.reproduce.catalogue import Measurement
+from flowspec_edge.lab.reproduce.records import Measured
 
+SVG = "{http://www.w3.org/2000/svg}"
 SETTINGS = {"model": "tiny", "stages": 4, "draft": "eagle2", "pipedec_width": 16, "max_new_tokens": 64,
             "dtype": "fp32", "seed": 0}
 
@@ -33,3 +41,30 @@ def report(strategies: list[str], tasks: list[str], temperatures: list[float], p
     settings = {**SETTINGS, "stages": stages, "tasks": facts}
     return BenchReport(profile, "virtual" if profile else "wall", settings, {"cpu": "none"}, "2026-01-02",
                        samples=samples, complete=True)
+
+
+def measured(m: Measurement, tasks: Sequence[str], change: Callable[[list[Sample]], list[Sample]]) -> Measured:
+    """What an artefact is made of, with random samples after ``change``, other ones at each value of its axis."""
+    profile = load_profile(m.profile)
+
+    def random_report(seed: int) -> BenchReport:
+        made = report(list(m.strategies), list(tasks), list(m.temperatures), prompts=4, seed=seed,
+                      profile=profile.name)
+        made.samples = change(made.samples)
+        made.settings |= {"profile": profile.model_dump(), "versions": {"flowspec-edge": "1"}}
+        return made
+
+    if m.axis is None:
+        return Measured(m, random_report(0))
+    settings = {**random_report(0).settings, "temperature": 0.0}
+    sweep = Sweep(profile.name, "virtual", settings, complete=True, axis=AXES[m.axis])
+    for seed, value in enumerate(m.values):
+        sweep.point(value).report = random_report(seed)
+    return Measured(m, sweep)
+
+
+def svg_texts(path: Path) -> list[str]:
+    """Everything that is written in an SVG, in the order of drawing."""
+    root = ElementTree.parse(path).getroot()
+    assert root.tag == f"{SVG}svg"
+    return ["".join(element.itertext()).strip() for element in root.iter(f"{SVG}text")]

@@ -7,8 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
+if TYPE_CHECKING:
+    from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 
 PROMPT = [(7 * i + 3) % 290 for i in range(70)]  # two chunks
 PATIENCE = 120.0  # seconds; only a failing test waits so long

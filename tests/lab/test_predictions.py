@@ -11,7 +11,7 @@ import pytest
 from kits.planned_boards import board, problem, profile, size
 
 from flowspec_edge.boards.planning.one_board import best_alone
-from flowspec_edge.boards.planning.planner import CandidateBoard, plan
+from flowspec_edge.boards.planning.planner import CandidateBoard, PipelinePlan, plan
 from flowspec_edge.boards.planning.scaling import scaled
 from flowspec_edge.cli.common.workload import shipped_recording
 from flowspec_edge.d0.request import Request
@@ -30,20 +30,24 @@ from flowspec_edge.lab.predictions import (
 from flowspec_edge.strategies.params import Params
 
 
+def even_plan() -> PipelinePlan:
+    """Of eight layers over three equal boards."""
+    of = size(layers=8)
+    return plan([CandidateBoard(f"b{i}", scaled(profile(), of)[0]) for i in range(3)], problem(of))
+
+
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
     return [Request(list(range(7, 7 + n)), max_new_tokens=10, params=Params(draft="eagle2")) for n in (5, 9)]
 
 
 def test_an_even_plan_is_virtual_time_under_its_profile(model: Path, requests: list[Request]) -> None:
-    of = size(layers=8)
-    boards = [CandidateBoard(f"b{i}", scaled(profile(), of)[0]) for i in range(3)]
-    made = plan(boards, problem(of))
+    made = even_plan()
     assert [s.layers for s in made.stages] == [(0, 4), (4, 8)]
     steps: list[str] = []
     found = predict(made, ["flowspec", "chunk_pp"], model, requests, steps.append)
     assert steps == ["flowspec", "flowspec", "chunk_pp", "chunk_pp"]
-    cluster = VirtualCluster(model, 2, boards[0].profile)
+    cluster = VirtualCluster(model, 2, made.d0.profile)
     for prediction in found:
         stats = [cluster.generate(Request(r.prompt, prediction.strategy, 10, params=r.params)).stats
                  for r in requests]
@@ -55,8 +59,7 @@ def test_an_even_plan_is_virtual_time_under_its_profile(model: Path, requests: l
 
 
 def test_processes_predict_what_one_does() -> None:
-    of, recording = size(layers=8), load_recording(shipped_recording("demo"))
-    made = plan([CandidateBoard(f"b{i}", scaled(profile(), of)[0]) for i in range(3)], problem(of))
+    made, recording = even_plan(), load_recording(shipped_recording("demo"))
     asked = [request_of(text, recording, 12, params=Params(draft=recording.draft)) for text in recording.texts[:2]]
     steps: list[str] = []
     with Workers([recording], 2) as workers:
@@ -68,8 +71,7 @@ def test_processes_predict_what_one_does() -> None:
 
 
 def test_a_killed_process_is_one_line() -> None:
-    of, recording = size(layers=8), load_recording(shipped_recording("demo"))
-    made = plan([CandidateBoard(f"b{i}", scaled(profile(), of)[0]) for i in range(3)], problem(of))
+    made, recording = even_plan(), load_recording(shipped_recording("demo"))
     asked = [request_of(recording.texts[0], recording, 12, params=Params(draft=recording.draft))]
     others = multiprocessing.active_children()
     with Workers([recording], 1) as workers:

@@ -15,9 +15,9 @@ from kits.chrome_traces import check_format, check_trace, tracks
 from kits.process_clusters import PATIENCE, PROMPT, on_third
 from kits.tiny_model_dir import tiny_model_dir
 
-from flowspec_edge.d0.request import OnTokens, Request, Result
+from flowspec_edge.d0.request import Request, Result
 from flowspec_edge.d0.run_events import RunEvent, SessionOpened, StageTimes
-from flowspec_edge.device_profile import Profile, load_profile
+from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.observe.chrome_trace import chrome_trace
 from flowspec_edge.drivers.observe.timeline import RequestTimeline
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
@@ -30,12 +30,10 @@ STAGES = 3
 PROFILE = load_profile("paper-7b")
 
 
-def traced(model: Path, strategy: str, profile: Profile = PROFILE, tokens: int = 16,
-           on_tokens: OnTokens | None = None) -> tuple[RequestTimeline, Result]:
+def traced(model: Path, strategy: str, tokens: int = 16) -> tuple[RequestTimeline, Result]:
     request = Request(list(range(3, 40)), strategy, tokens, Sampling(1.0, seed=3))
     trace = RequestTimeline(request)
-    result = VirtualCluster(model, STAGES, profile, observer=trace).generate(request, on_tokens)
-    return trace, result
+    return trace, VirtualCluster(model, STAGES, PROFILE, observer=trace).generate(request)
 
 
 def openings(trace: RequestTimeline) -> list[SessionOpened]:
@@ -49,9 +47,8 @@ def test_a_trace_agrees_with_the_figures(tiny_model: Path, strategy: str) -> Non
 
 
 def test_watching_changes_nothing(tiny_model: Path) -> None:
-    _, watched = traced(tiny_model, "flowspec")
-    request = Request(list(range(3, 40)), "flowspec", 16, Sampling(1.0, seed=3))
-    assert VirtualCluster(tiny_model, STAGES, PROFILE).generate(request) == watched
+    trace, watched = traced(tiny_model, "flowspec")
+    assert VirtualCluster(tiny_model, STAGES, PROFILE).generate(trace.request) == watched
 
 
 def test_it_is_the_cluster_s_own_spans(tiny_model: Path) -> None:

@@ -11,7 +11,7 @@ from kits.worker_thread import PATIENCE, Start, segment
 
 from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.drivers.stage.load import load_engine
-from flowspec_edge.messages import Cancel, Close, Heartbeat, Open
+from flowspec_edge.messages import Cancel, Close, Credit, Heartbeat, Open
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.forward import LaunchPacer
 
@@ -57,6 +57,7 @@ def test_a_session_that_ends_meanwhile_leaves_its_cache_alone(start: Start, real
     stage.tell(Close(1))
     stage.tell(Open(2, 0, 64))
     device.done.set()
+    stage.hear(Credit, lambda credit: credit.session == 1)  # V1 has room again
     stage.give(segment(0, rows=3, session=2))
     result = stage.result()  # the first: nothing of an ended session is sent
     assert (result.session, result.numbers.tolist()) == (2, [0, 1, 2])

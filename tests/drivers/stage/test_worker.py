@@ -1,4 +1,4 @@
-"""A stage's loop over in-memory links: order of messages, reports, and errors.
+"""A stage's loop over in-memory links: order of messages, reports, errors, batches, and what may be lost.
 
 Where it matters when something arrives, the engine is one whose ``compute`` can be held open;
 elsewhere it is the real one.
@@ -6,7 +6,7 @@ elsewhere it is the real one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from kits.worker_thread import PATIENCE, HeldEngine, Stage, Start, segment
 
 from flowspec_edge.drivers.stage.parts import Charge
 from flowspec_edge.drivers.stage.status_sender import format_error
-from flowspec_edge.errors import FlowspecError
+from flowspec_edge.errors import FlowspecError, PeerLost
 from flowspec_edge.messages import (
     Batch,
     Cancel,
@@ -35,7 +35,7 @@ from flowspec_edge.messages import (
     SessionReport,
     Shutdown,
 )
-from flowspec_edge.stage.engine import Poll, SegmentResult, StageEngine
+from flowspec_edge.stage.engine import StageEngine
 
 
 def test_a_stage_greets_computes_and_reports(start: Start, real: StageEngine) -> None:
@@ -68,32 +68,6 @@ def test_a_cancelled_segment_is_told_of_as_one_without_rows(start: Start) -> Non
     told = stage.hear(Computed)
     assert (told.run, told.rows) == (0, 0)
     assert told.start < told.end
-
-
-def test_a_session_that_ends_within_a_segment(start: Start, real: StageEngine) -> None:
-    class Ending(StageEngine):
-        """D0 closes the session while its second segment is computed."""
-
-        def compute(self, admitted: Sequence[Segment], poll: Poll | None = None) -> list[SegmentResult]:
-            if admitted[0].run == 1:
-                stage.tell(Close(1))
-                until_closed(poll)
-            return super().compute(admitted, poll)
-
-    def until_closed(poll: Poll | None) -> None:
-        assert poll is not None
-        while engine.sessions:
-            poll()
-
-    engine = Ending(real.model)
-    stage = start(engine)
-    stage.tell(Open(1, 0, 64, timed=True))
-    for run in range(2):
-        stage.give(segment(run, rows=2))
-    assert stage.hear(SessionReport, lambda report: report.session == 1).counters["rows"] == 2
-    stage.hear(Credit, lambda credit: credit.run == 1)
-    beat = stage.hear(Heartbeat).counters
-    assert (beat["rows"], beat["since"]) == (2, 1)
 
 
 def goes_on(stage: Stage, session: int) -> None:
@@ -202,6 +176,120 @@ def test_an_emulated_stage_tells_by_how_much_it_was_too_slow(start: Start, real:
     assert 0 < last["late_s"] <= last["compute_s"]
 
 
-def test_errors_become_one_line() -> None:
+def test_errors_become_format_error() -> None:
     assert format_error(FlowspecError("what\nwhere")) == "what where"
     assert format_error(KeyError("k")) == "KeyError: 'k'"
+
+
+def outputs(message: Message | None) -> list[tuple[int, int, int]]:
+    """Session, run and rows of each."""
+    parts = message.parts if isinstance(message, Batch) else [message]
+    return [(part.session, part.run, len(part.numbers)) for part in parts if isinstance(part, Output)]
+
+
+def test_a_batch_is_one_pass_and_one_message(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    stage.tell(Open(1, 0, 64, timed=True))
+    stage.tell(Open(2, 0, 64, concurrent=(1,), timed=True))
+    stage.give(Batch((segment(0, rows=2), segment(0, rows=5, session=2))))
+    assert outputs(stage.output.receive(PATIENCE)) == [(1, 0, 2), (2, 0, 5)]
+    assert stage.hear(Credit) == Credit(1, 0, 0)
+    reports = [stage.hear(Computed) for _ in range(2)]
+    assert [(c.session, c.rows, c.batch_rows) for c in reports] == [(1, 2, 7), (2, 5, 7)]
+    assert len({(c.start, c.end) for c in reports}) == 1
+    ended = []
+    for session in (1, 2):
+        stage.tell(Close(session))
+        ended.append(stage.hear(SessionReport, lambda report, n=session: report.session == n).counters)
+    assert [c["rows"] for c in ended] == [2, 5]
+    assert sum(c["bytes_in"] for c in ended) == stage.first.bytes_out
+    assert sum(c["bytes_out"] for c in ended) == stage.output.bytes_in
+    assert ended[0]["compute_s"] == ended[1]["compute_s"] > 0  # each for the whole pass
+
+
+@pytest.mark.parametrize("gone", [1, 2])
+def test_parts_of_ended_sessions_are_taken_out(start: Start, real: StageEngine, gone: int) -> None:
+    """One was on its way when its session ended; D0 knows the batch by its first segment in any case."""
+    stage = start(real)
+    stage.tell(Open(1, 0, 64))
+    stage.tell(Open(2, 0, 64, concurrent=(1,)))
+    stage.tell(Close(gone))
+    stage.hear(SessionReport)
+    stage.give(Batch((segment(0), segment(0, session=2))))
+    assert outputs(stage.output.receive(PATIENCE)) == [(3 - gone, 0, 1)]
+    assert stage.hear(Credit) == Credit(1, 0, 0)
+
+
+def test_while_there_is_no_room_only_living_parts_wait(start: Start, real: StageEngine) -> None:
+    stage = start(real, data_queue=1)
+    stage.tell(Open(1, 0, 64))
+    stage.tell(Open(2, 0, 64, concurrent=(1,)))
+    for run in range(2):
+        stage.give(Batch((segment(run), segment(run, session=2))))
+    stage.hear(Heartbeat, lambda beat: beat.counters["segments"] == 4)  # there is no room for the second
+    stage.tell(Close(1))
+    stage.hear(SessionReport, lambda report: report.session == 1)
+    assert outputs(stage.output.receive(PATIENCE)) == [(1, 0, 1), (2, 0, 1)]
+    # A part that was being computed when its session was closed goes on without rows; D0 drops it.
+    assert [part for part in outputs(stage.output.receive(PATIENCE)) if part[2]] == [(2, 1, 1)]
+
+
+def test_a_stage_that_d0_started_ends_without_it(start: Start, real: StageEngine) -> None:
+    stage = start(real, lost_after_s=0.1, parent=os.getppid())
+    stage.hear(Hello)
+    stage.hub.close()
+    error = stage.ended()
+    assert isinstance(error, PeerLost)
+    assert "no connection to D0" in str(error)
+
+
+def test_a_stage_waits_for_another_d0(start: Start, real: StageEngine) -> None:
+    stage = start(real, lost_after_s=0.1)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    stage.result()
+    stage.hub.close()
+    until(lambda: not real.sessions)
+    assert stage.thread.is_alive()
+    stage.hub = stage.network.hub("d0", "another D0")
+
+
+def test_a_stage_without_a_next_one_lives_on(start: Start, real: StageEngine) -> None:
+    """Its sessions may have lost messages; but the shard is loaded, and the next device may be back."""
+    stage = start(real, broken_after_s=0.1)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    stage.result()
+    stage.output.close()
+    assert "the connection broke during a session" in stage.hear(Failed).cause
+    stage.hear(Heartbeat, lambda beat: beat.isolated)
+    stage.give(segment(1))  # of the session that is over
+    assert not real.sessions
+    stage.output = stage.network.pull("out", "D0 data in")
+    stage.hear(Heartbeat, lambda beat: not beat.isolated)
+    goes_on(stage, 2)
+
+
+def test_a_gap_in_a_session_ends_the_session_and_not_the_stage(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    stage.result()
+    stage.give(segment(2))
+    assert "came after segment 0: one is lost" in stage.hear(Failed).cause
+    stage.hear(Credit, lambda credit: credit.run == 2)  # V1 has room again
+    goes_on(stage, 2)
+
+
+def test_a_segment_from_before_a_loss_does_not_wait_for_its_open(start: Start, real: StageEngine) -> None:
+    """D0 tells a restarted stage how far the session numbers have come."""
+    stage = start(real, open_within_s=PATIENCE)
+    stage.tell(Close(7))
+    stage.give(segment(3, session=7))
+    stage.hear(Credit, lambda credit: credit.session == 7)
+    goes_on(stage, 8)
+
+
+def test_a_stage_does_not_outlive_its_parent(start: Start, real: StageEngine) -> None:
+    stage = start(real, parent=1 << 22)  # above any process id of this machine's
+    assert isinstance(stage.ended(), PeerLost)

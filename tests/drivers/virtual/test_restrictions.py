@@ -1,5 +1,12 @@
-"""Repetition penalty, min-p, bad words, allowed tokens, least lengths and further ends: transformers'
-``generate`` with its own logits processors says which tokens every strategy has to give."""
+"""Penalties, biases, min-p, bad words, allowed tokens, least lengths and further ends: transformers'
+``generate`` with its own logits processors says which tokens every strategy has to give.
+
+For OpenAI's penalties and biases a processor follows the published formula:
+
+    mu[j] -> mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence        (and + logit_bias[j])
+
+mu are the logits and c[j] says how often token j was sampled before the position.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +24,7 @@ from hypothesis import strategies as st
 from kits.cases import strategies
 from kits.transformers_generate import reference_text
 from kits.virtual_clusters import cluster
+from numpy.typing import NDArray
 from transformers import (
     LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -32,6 +40,8 @@ from transformers import (
 from flowspec_edge.d0.request import Request
 from flowspec_edge.errors import UsageError
 from flowspec_edge.lab.plain import PlainDecoder
+from flowspec_edge.model.opened import OpenModel
+from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling import rule
 from flowspec_edge.sampling.restrictions import AnswerRestrictions
 from flowspec_edge.sampling.sampler import AnswerPenalties, choose
@@ -45,6 +55,26 @@ LIMIT = 24
 SAMPLINGS = (Sampling(), Sampling(1.0, seed=11, min_p=0.3), Sampling(0.8, 5, 0.9, seed=12, min_p=0.2),
              Sampling(1.0, top_p=0.8, seed=13, min_p=0.1), Sampling(1.0, top_p=0.0, seed=14))
 BAD_WORDS = ((2,), (3, 4), (5, 5), (7, 0, 1))
+
+
+def published(logits: NDArray[np.float64], answer: list[int], wanted: Penalties) -> NDArray[np.float64]:
+    """OpenAI's formula, for one position."""
+    counts = np.bincount(np.array(answer, dtype=np.int64), minlength=len(logits)).astype(float)
+    changed = logits - counts * wanted.frequency - (counts > 0).astype(float) * wanted.presence
+    for token, bias in wanted.logit_bias.items():
+        changed[token] += bias
+    return changed
+
+
+class Penalised(LogitsProcessor):
+    def __init__(self, wanted: Penalties, prompt: int) -> None:
+        self.wanted, self.prompt = wanted, prompt
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        row = published(scores[0].double().numpy(), ids[0, self.prompt:].tolist(), self.wanted)
+        return torch.from_numpy(row)[None]
+
+
 # What is asked for, and the same to transformers: penalties, restrictions, ends, processors.
 CASES: tuple[tuple[Penalties | None, Restrictions | None, frozenset[int], Any], ...] = (
     (Penalties(repetition=1.3), None, frozenset(), lambda ends: [RepetitionPenaltyLogitsProcessor(1.3)]),
@@ -58,8 +88,12 @@ CASES: tuple[tuple[Penalties | None, Restrictions | None, frozenset[int], Any], 
     (Penalties(repetition=1.2), Restrictions(bad_words=((4,),), min_tokens=5), frozenset({1, 2, 3}),
      lambda ends: [RepetitionPenaltyLogitsProcessor(1.2), NoBadWordsLogitsProcessor([[4]], eos_token_id=None),
                    MinNewTokensLengthLogitsProcessor(len(PROMPT), 5, sorted(ends))]),
+    *((wanted, None, frozenset({0}), lambda ends, wanted=wanted: [Penalised(wanted, len(PROMPT))]) for wanted in (
+        Penalties(0.6, 0.4, {5: 1.0, 3: -100.0}), Penalties(presence=1.0), Penalties(0.9),
+        Penalties(logit_bias={2: 0.7, 6: -0.5}))),
     (None, None, frozenset({3}), lambda ends: []),
 )
+OTHERS = 6  # cases before the first of OpenAI's penalties, which every strategy has
 
 
 @cache
@@ -79,7 +113,8 @@ def request(name: str, sampling: Sampling, case: int) -> Request:
 def test_every_strategy_gives_transformers_tokens(small_vocabulary_model: Path, name: str) -> None:
     """Of eight tokens: drafts are often right, so that rows deep in the tree count."""
     at, accepted = [*STRATEGIES].index(name), 0
-    for case in range(len(CASES)) if name == "flowspec_plus" else {at % len(CASES), (at + 3) % len(CASES)}:
+    some = {at % OTHERS, (at + 3) % OTHERS, OTHERS, OTHERS + 1 + at % 4}
+    for case in range(len(CASES)) if name == "flowspec_plus" else some:
         sampling = SAMPLINGS[(at + case) % len(SAMPLINGS)]
         result = cluster(small_vocabulary_model, 2).generate(request(name, sampling, case))
         expected = reference(small_vocabulary_model, sampling, case)
@@ -199,3 +234,45 @@ def test_a_token_outside_the_vocabulary_is_refused(small_vocabulary_model: Path,
         with pytest.raises(UsageError, match="outside the vocabulary of 8"):
             cluster(small_vocabulary_model, 2).generate(
                 Request([1], max_new_tokens=2, restrictions=restrictions))
+
+
+def test_drafts_of_a_trained_head_are_accepted(demo_model: Path) -> None:
+    prompt = tuple(Tokenizer(OpenModel(demo_model)).encode("x = [1, 2, 3, 4, 5, 6,"))
+    ends, wanted = OpenModel(demo_model).stop_ids, Penalties(0.5)
+    asked = Request(prompt, "flowspec_plus", LIMIT, Sampling(), SMALL, ends, penalties=wanted)
+    result = cluster(demo_model, 3).generate(asked)
+    penalised, plain = (reference_text(demo_model, prompt, Sampling(), LIMIT, steps)
+                        for steps in ([Penalised(wanted, len(prompt))], []))
+    assert (result.tokens, result.finish_reason) == penalised != plain
+    assert result.stats.accepted > LIMIT / 2
+
+
+@given(data=st.data())
+def test_the_counts_are_those_of_answer_and_path(data: st.DataObject) -> None:
+    tokens = st.lists(st.integers(0, 8), max_size=12)
+    bias = data.draw(st.dictionaries(st.integers(0, 8), st.floats(-100, 100)))
+    wanted = Penalties(data.draw(st.floats(-2, 2)), data.draw(st.floats(-2, 2)), bias)
+    state = AnswerPenalties(wanted)
+    answer: list[int] = []
+    for new in data.draw(st.lists(tokens, max_size=3)):
+        state.extend(new)
+        answer += new
+        paths = data.draw(st.lists(tokens, min_size=1, max_size=4))
+        logits = torch.tensor(data.draw(st.lists(st.floats(-30, 30, width=32), min_size=9, max_size=9)))
+        found = state.applied(logits.repeat(len(paths), 1), paths).numpy()
+        expected = [published(logits.double().numpy(), answer + path, wanted) for path in paths]
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("wrong", [{"frequency": 2.1}, {"presence": -2.5}, {"frequency": float("nan")},
+                                   {"logit_bias": {3: 101.0}}, {"logit_bias": {3: float("nan")}}])
+def test_values_beyond_openais_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong)).split("_")[-1]):
+        Penalties(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("token", [-1, 8])
+def test_a_bias_outside_the_vocabulary_is_refused(small_vocabulary_model: Path, token: int) -> None:
+    wanted = Penalties(logit_bias={token: 1.0})
+    with pytest.raises(UsageError, match="logit_bias"):
+        cluster(small_vocabulary_model, 2).generate(Request([1], max_new_tokens=2, penalties=wanted))

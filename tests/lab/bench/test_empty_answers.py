@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 import pytest
-from kits.bench_reports import report
+from kits.bench_reports import measured, report
 
 from flowspec_edge.d0.generation import Generation
 from flowspec_edge.d0.request import Request
@@ -17,13 +17,12 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.lab.bench import estimates
 from flowspec_edge.lab.bench.axes import AXES
 from flowspec_edge.lab.bench.plots import plot, plot_sweep
-from flowspec_edge.lab.bench.results import BenchReport, Sweep, load_report
+from flowspec_edge.lab.bench.results import Sweep, load_report
 from flowspec_edge.lab.bench.rows import rows_of, task_means
 from flowspec_edge.lab.bench.samples import Sample
 from flowspec_edge.lab.bench.tables import sweep_notes, sweep_tables
 from flowspec_edge.lab.reproduce.catalogue import ARTEFACTS
 from flowspec_edge.lab.reproduce.documents import document_of, write_all
-from flowspec_edge.lab.reproduce.records import Measured
 from flowspec_edge.strategies.base import TokenCounters
 from flowspec_edge.tree.draft_api import Commit
 
@@ -91,22 +90,7 @@ def test_a_request_of_at_most_one_token_has_no_rate(committed: list[int]) -> Non
                                   "flowspec-figure-6", "pipedec-stages", "spd-law", "methods"])
 def test_a_papers_table_of_short_answers_has_no_figure(tmp_path: Path, name: str) -> None:
     artefact = ARTEFACTS[name]
-    found = []
-    for measurement in artefact.measurements:
-        made = report(list(measurement.strategies), ["demo"], list(measurement.temperatures), prompts=1,
-                      profile=measurement.profile)
-        made.samples = emptied(made.samples)
-        facts = [{"name": "demo", "prompts": 1, "sha256": "0" * 64}]
-        made.settings |= {"tasks": facts, "versions": {"flowspec-edge": "0"},
-                          "ngram": measurement.params.ngram,
-                          "profile": {"name": "paper-7b", "provenance": "estimated"}}
-        results: BenchReport | Sweep = made
-        if measurement.axis is not None:
-            results = Sweep("paper-7b", "virtual", made.settings | {"temperature": 0.0}, complete=True,
-                            axis=AXES[measurement.axis])
-            for value in measurement.values:
-                results.point(value).report = made
-        found.append(Measured(measurement, results))
+    found = [measured(measurement, ["demo"], emptied) for measurement in artefact.measurements]
     document = document_of(artefact, found, "flowspec reproduce")
     paths = {path.suffix: path for path in write_all(artefact, found, document, tmp_path)}
     assert {path.stat().st_size > 0 for path in paths.values()} == {True}

@@ -9,45 +9,29 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from kits.bench_reports import report
+from kits.bench_reports import measured
 
-from flowspec_edge.device_profile import load_profile
-from flowspec_edge.lab.bench.axes import AXES
-from flowspec_edge.lab.bench.results import BenchReport, Sweep
+from flowspec_edge.lab.bench.samples import Sample
 from flowspec_edge.lab.bench.styles import STYLES, style_of
-from flowspec_edge.lab.reproduce.catalogue import ARTEFACTS, Measurement
+from flowspec_edge.lab.reproduce.catalogue import ARTEFACTS
 from flowspec_edge.lab.reproduce.documents import document_of, write_all
-from flowspec_edge.lab.reproduce.records import Measured, law
+from flowspec_edge.lab.reproduce.records import law
 from flowspec_edge.strategies.registry import STRATEGIES
 
 SUFFIXES = ("csv", "md", "tex", "pdf", "svg")
 TASKS = ["mt_bench", "50% & more"]
 
 
-def random_report(m: Measurement, seed: int = 0) -> BenchReport:
-    made = report(list(m.strategies), TASKS, list(m.temperatures), prompts=4, seed=seed,
-                  profile=load_profile(m.profile).name)
-    made.samples = [replace(s, repeating=s.prompt == 1, accepted=s.tokens // 2) for s in made.samples]
-    made.settings |= {"profile": load_profile(m.profile).model_dump(), "versions": {"flowspec-edge": "1"}}
-    return made
-
-
-def measured(m: Measurement) -> Measured:
-    made = random_report(m)
-    if m.axis is None:
-        return Measured(m, made)
-    sweep = Sweep(made.profile, "virtual", {**made.settings, "temperature": 0.0}, complete=True,
-                  axis=AXES[m.axis])
-    for seed, value in enumerate(m.values):
-        sweep.point(value).report.samples = random_report(m, seed).samples
-    return Measured(m, sweep)
+def halved(samples: list[Sample]) -> list[Sample]:
+    """Every second token was drafted, and one prompt's texts repeat themselves."""
+    return [replace(s, repeating=s.prompt == 1, accepted=s.tokens // 2) for s in samples]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", {artefact.kind: name for name, artefact in ARTEFACTS.items()}.values())
 def test_every_format_holds_the_figures(name: str, tmp_path: Path) -> None:
     artefact = ARTEFACTS[name]
-    found = [measured(m) for m in artefact.measurements]
+    found = [measured(m, TASKS, halved) for m in artefact.measurements]
     document = document_of(artefact, found, f"flowspec reproduce {name}")
     paths = write_all(artefact, found, document, tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted(paths) == sorted(tmp_path / f"{name}.{s}" for s in SUFFIXES)
@@ -91,7 +75,7 @@ def test_latex_is_well_formed(name: str) -> None:
     from flowspec_edge.lab.reproduce.documents import latex
 
     artefact = ARTEFACTS[name]
-    tex = latex(document_of(artefact, [measured(m) for m in artefact.measurements], "flowspec"))
+    tex = latex(document_of(artefact, [measured(m, TASKS, halved) for m in artefact.measurements], "flowspec"))
     body = "\n".join(line for line in tex.splitlines() if not line.startswith("%"))
     stack: list[str] = []
     for kind, environment in re.findall(r"\\(begin|end)\{(\w+\*?)\}", body):

@@ -9,10 +9,9 @@ import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
-from kits.bench_reports import SETTINGS, report
+from kits.bench_reports import SETTINGS, report, svg_texts
 from rich.console import Console
 
 from flowspec_edge.errors import UsageError
@@ -24,7 +23,6 @@ from flowspec_edge.lab.bench.rows import ReportRow
 from flowspec_edge.lab.bench.styles import style_of
 from flowspec_edge.lab.bench.tables import measured_as, show, sweep_notes, sweep_tables, sweep_title, table
 
-SVG = "{http://www.w3.org/2000/svg}"
 NAMES = ["megatron", "flowspec"]
 
 
@@ -50,11 +48,6 @@ def lines(sweep: Sweep, errors: bool = False) -> list[list[str]]:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     text = text if errors else re.sub(r" ± [\d.]+( \([\d.]+\))?", "", text)
     return [line.split() for line in text.splitlines() if line.strip() and "─" not in line]
-
-
-def texts(path: Path) -> list[str]:
-    root = ElementTree.parse(path).getroot()
-    return ["".join(element.itertext()).strip() for element in root.iter(f"{SVG}text")]
 
 
 @pytest.mark.parametrize("tasks", [("qa",), ("qa", "rag")])
@@ -134,7 +127,7 @@ def test_captions_name_the_clock() -> None:
 def test_the_figure_of_a_bandwidth_sweep(tmp_path: Path) -> None:
     sweep = made("bandwidth", [125, 1000])
     plot_sweep(sweep, tmp_path / "f.svg")
-    found = texts(tmp_path / "f.svg")
+    found = svg_texts(tmp_path / "f.svg")
     assert [text for text in found if re.fullmatch(r"\d{3,}", text)] == ["125", "250", "500", "1000"]
     assert "VIRTUAL TIME under paper-7b" in found
     assert any(text.startswith("published: the FlowSpec paper, figure 5") for text in found)
@@ -143,7 +136,7 @@ def test_the_figure_of_a_bandwidth_sweep(tmp_path: Path) -> None:
     dashed = re.findall(r'stroke-dasharray: [^0][^"]*stroke: (#\w{6})', svg)
     assert [dashed.count(style_of(name).colour) for name in ("megatron", "flowspec")] == [1, 1]  # as ours
     plot_sweep(replace(sweep, published=None), tmp_path / "g.svg")
-    assert not any("published" in text for text in texts(tmp_path / "g.svg"))
+    assert not any("published" in text for text in svg_texts(tmp_path / "g.svg"))
 
 
 @pytest.mark.parametrize(("axis", "values", "says"), [
@@ -154,7 +147,7 @@ def test_the_figure_of_a_bandwidth_sweep(tmp_path: Path) -> None:
 def test_the_figures_of_the_other_axes(tmp_path: Path, axis: str, values: list[Value], says: str
                                        ) -> None:
     plot_sweep(made(axis, values), tmp_path / "f.svg")
-    found = texts(tmp_path / "f.svg")
+    found = svg_texts(tmp_path / "f.svg")
     assert says in found
     assert [f"{value:g}" for value in values] == found[:len(values)]
 
@@ -162,7 +155,7 @@ def test_the_figures_of_the_other_axes(tmp_path: Path, axis: str, values: list[V
 def test_the_figure_of_a_grid(tmp_path: Path) -> None:
     sweep = made("depth", [(3, 3), (3, 5), (5, 3)], ["flowspec", "pruned_pp"])
     plot_sweep(sweep, tmp_path / "f.svg")
-    found = texts(tmp_path / "f.svg")
+    found = svg_texts(tmp_path / "f.svg")
     for name in ("flowspec", "pruned_pp"):
         assert f"tiny, {name}, tokens/s by tree depths, VIRTUAL TIME under paper-7b, 4 stages, T = 0" in found
     said = " ".join(found)
@@ -175,7 +168,7 @@ def test_the_figure_of_a_grid(tmp_path: Path) -> None:
 
 def test_one_cell_is_neither_best_nor_worst(tmp_path: Path) -> None:
     plot_sweep(made("depth", [(5, 5)], ["flowspec"], published=False), tmp_path / "f.svg")
-    assert not any("best" in text or "worst" in text for text in texts(tmp_path / "f.svg"))
+    assert not any("best" in text or "worst" in text for text in svg_texts(tmp_path / "f.svg"))
 
 
 def test_no_plot_without_rows_or_matplotlib(tmp_path: Path,
