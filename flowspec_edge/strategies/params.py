@@ -31,7 +31,7 @@ class Params(Parameters):
         for name, parameter in parameters(Parameters).items():
             object.__setattr__(self, name, values_by_name.pop(name, parameter.default))
         object.__setattr__(self, "specific", tuple(sorted(values_by_name.items())))
-        self.of(Parameters)
+        self.select(Parameters)
         if values_by_name:
             every = declared_by_strategies()
             if unknown := values_by_name.keys() - {name for declared in every for name in parameters(declared)}:
@@ -40,9 +40,9 @@ class Params(Parameters):
                                  "flowspec strategies NAME lists those of a strategy")
             for declared in every:
                 if values_by_name.keys() & parameters(declared).keys():
-                    self.of(declared)
+                    self.select(declared)
 
-    def of(self, declared: type[Declared]) -> Declared:
+    def select(self, declared: type[Declared]) -> Declared:
         """The values of the parameters that ``declared`` has; UsageError if they do not fit together."""
         values = {**{name: getattr(self, name) for name in parameters(Parameters)}, **dict(self.specific)}
         return declared(**{name: values[name] for name in parameters(declared) if name in values})
@@ -59,11 +59,11 @@ class Params(Parameters):
 
     def largest_segment(self) -> int:
         """Rows of the longest segment that any strategy may send."""
-        return max(self.of(declared).largest_segment() for declared in declared_by_strategies())
+        return max(self.select(declared).largest_segment() for declared in declared_by_strategies())
 
     def largest_tree(self) -> int:
         """Nodes that any strategy may draft before one of them is verified."""
-        return max(self.of(declared).largest_tree() for declared in declared_by_strategies())
+        return max(self.select(declared).largest_tree() for declared in declared_by_strategies())
 
 
 def all_parameters() -> dict[str, Parameter]:

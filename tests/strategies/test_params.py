@@ -36,7 +36,7 @@ def test_what_cannot_be_is_refused(given: dict[str, object], message: str) -> No
 
 
 def test_zero_is_a_block_of_the_profiles_choice() -> None:
-    assert Params(pearl_gamma=0).of(PearlParameters).pearl_gamma == 0
+    assert Params(pearl_gamma=0).select(PearlParameters).pearl_gamma == 0
 
 
 def test_ideas_are_left_out_by_name() -> None:

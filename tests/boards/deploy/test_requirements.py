@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from kits.planned_boards import D0_MB
 
+from flowspec_edge.boards.doctor.model import needed_bytes
 from flowspec_edge.boards.deploy.resolve import process_bytes, resolve_deployment
-from flowspec_edge.boards.doctor.model import needed
 from flowspec_edge.boards.inventory import load_inventory
 from flowspec_edge.util.resources import resource_dir
 
@@ -37,7 +37,7 @@ def process_mb(directory: Path, torch_device: str, profile: str = "") -> float:
         file.write_text(_FILE.format(torch_device=torch_device,
                                      profile=f'profile = "{profile}"' if profile else ""))
         deployment = resolve_deployment(load_inventory(file), file)
-        return process_bytes(deployment, deployment.draft), needed(deployment)["a"]
+        return process_bytes(deployment, deployment.draft), needed_bytes(deployment)["a"]
 
     alone, whole = sizes(torch_device, profile)
     plain, least = sizes("cpu", "")
