@@ -33,12 +33,12 @@ class Params(Parameters):
         object.__setattr__(self, "specific", tuple(sorted(values_by_name.items())))
         self.select(Parameters)
         if values_by_name:
-            every = declared_by_strategies()
-            if unknown := values_by_name.keys() - {name for declared in every for name in parameters(declared)}:
+            declarations = declared_by_strategies()
+            if unknown := values_by_name.keys() - {name for declared in declarations for name in parameters(declared)}:
                 available = all_parameters()
                 raise UsageError(f"no parameter {min(unknown)!r}; {did_you_mean(min(unknown), available)}"
                                  "flowspec strategies NAME lists those of a strategy")
-            for declared in every:
+            for declared in declarations:
                 if values_by_name.keys() & parameters(declared).keys():
                     self.select(declared)
 
@@ -68,17 +68,17 @@ class Params(Parameters):
 
 def all_parameters() -> dict[str, Parameter]:
     """Every parameter of all strategies, by name."""
-    every = dict(parameters(Parameters))
+    declared_by_name = dict(parameters(Parameters))
     for declared in declared_by_strategies():
-        every = {**parameters(declared), **every}
-    return every
+        declared_by_name = {**parameters(declared), **declared_by_name}
+    return declared_by_name
 
 
-def set_parameters(params: Params, settings: Iterable[str], parameters: Mapping[str, Parameter], whose: str,
+def set_parameters(params: Params, settings: Iterable[str], parameters: Mapping[str, Parameter], owner: str,
                    ) -> Params:
     """``params`` with every "name=value" of ``settings``; a dash counts as an underscore.
 
-    UsageError for a name that is not in ``parameters``, the parameters of ``whose``, or for a value out of range.
+    UsageError for a name that is not in ``parameters``, the parameters of ``owner``, or for a value out of range.
     """
     changes = {}
     for setting in settings:
@@ -89,7 +89,7 @@ def set_parameters(params: Params, settings: Iterable[str], parameters: Mapping[
             raise UsageError(f"--set takes name=value, not {setting!r}, such as --set {first.name}="
                              f"{first.default}")
         if name not in parameters:
-            raise UsageError(f"{whose} has no parameter {name!r}: {did_you_mean(name, parameters)}"
+            raise UsageError(f"{owner} has no parameter {name!r}: {did_you_mean(name, parameters)}"
                              f"there are {', '.join(parameters)}")
         if name in changes:
             raise UsageError(f"--set gives {name} twice")

@@ -26,7 +26,7 @@ from flowspec_edge.boards.probe.checks import Needs
 from flowspec_edge.d0.capacity import cache_rows, tentative_rows
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.catalogue import find_known
+from flowspec_edge.model.catalogue import find_known_model
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS, OWN, head_kinds
 from flowspec_edge.model.manifest import DRAFT, HeadBits, Manifest, ShardDtype, stage_part
 from flowspec_edge.model.opened import OpenModel, resolve_model, shipped_models
@@ -201,7 +201,7 @@ def _model(cluster: ClusterSettings, path: Path) -> tuple[OpenModel, Path | None
     if not cluster.model:
         raise UsageError(f'{path}: [cluster] has no model: give a directory, or model = "demo" to try')
     directory = beside(path, cluster.model)
-    is_name = cluster.model in shipped_models() or (find_known(cluster.model) and not directory.is_dir())
+    is_name = cluster.model in shipped_models() or (find_known_model(cluster.model) and not directory.is_dir())
     model = resolve_model(cluster.model if is_name else directory)
     if not cluster.draft or cluster.draft_kind != OWN:
         return model, None

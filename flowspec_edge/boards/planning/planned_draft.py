@@ -12,7 +12,7 @@ from typing import Literal
 
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.catalogue import find_known
+from flowspec_edge.model.catalogue import find_known_model
 from flowspec_edge.model.draft_kind import DraftKind
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS, EAGLE2, NGRAM, OWN, OWN_LAYERS, PlannedDraftName, head_kinds
 from flowspec_edge.model.families import FAMILIES, UNKNOWN
@@ -90,7 +90,7 @@ def planned_for(name_or_path: str, draft: PlannedDraftName, local_drafts: Collec
 
     UsageError without the MTP layer that is wanted: a ``model`` whose weights are here must have it.
     """
-    entry = find_known(name_or_path)
+    entry = find_known_model(name_or_path)
     kind = DRAFT_KINDS.get(draft)
     if kind and kind.in_target and kind.name not in local_drafts and (
             from_weights or kind not in FAMILIES.get(family, UNKNOWN).draft_layers):

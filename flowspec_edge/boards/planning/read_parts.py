@@ -30,7 +30,7 @@ from flowspec_edge.boards.planning.model_parts import (
 from flowspec_edge.boards.planning.planned_draft import PlannedDraft, StoredDraft, planned_for
 from flowspec_edge.drafting.format import head_format_of
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name, known_models
+from flowspec_edge.model.catalogue import download_config, find_known_model, is_repository_name, known_models
 from flowspec_edge.model.config import parse_config
 from flowspec_edge.model.decoder_config import DecoderConfig, decoder_config
 from flowspec_edge.model.draft_kind import DraftKind
@@ -110,7 +110,7 @@ def _locate(name_or_path: str) -> _Located:
     local = Path(name_or_path)
     if path is None and local.name == "config.json" and local.is_file():
         path = local.parent
-    if path is None and (catalogue_entry := find_known(name_or_path)):
+    if path is None and (catalogue_entry := find_known_model(name_or_path)):
         name, entry = catalogue_entry
         origin = f"the catalogue's {name}"
         return _Located(name, None, {}, entry.config, decoder_config(entry.config, origin),

@@ -402,7 +402,7 @@ CHECKS: tuple[Check[Any], ...] = (
     Check("disk", Subject, "failed", _DOCTOR,
           lambda subject: [rules.free_disk(subject.system.disks, subject.storage, subject.absent)]),
     Check("time", Subject, "warning", _DOCTOR, lambda subject: [rules.time_service(subject.system)]),
-    Check("groups", Subject, "failed", ("here",), lambda subject: rules.own_groups(subject.system)),
+    Check("groups", Subject, "failed", ("here",), lambda subject: rules.process_groups(subject.system)),
     Check("groups", Subject, "failed", _BOARDS, lambda subject: rules.service_groups(subject.system)),
     Check("network", Subject, "failed", _BOARDS,
           lambda subject: [rules.network(subject.system, subject.address, subject.interface, subject.wrong)]),

@@ -127,7 +127,7 @@ def time_service(facts: SystemFacts) -> Finding:
     return Finding("time", "ok", "synchronised by NTP")
 
 
-def own_groups(facts: SystemFacts) -> Iterator[Finding]:
+def process_groups(facts: SystemFacts) -> Iterator[Finding]:
     """Whether this process may use a Jetson's GPU."""
     if not l4t_of(facts):
         return

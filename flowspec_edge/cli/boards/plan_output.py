@@ -25,7 +25,7 @@ from flowspec_edge.lab.bench.tables import first_token_table, frame
 from flowspec_edge.lab.bench.tables import show as show_whole
 from flowspec_edge.lab.first_token import FirstToken
 from flowspec_edge.lab.predictions import Prediction
-from flowspec_edge.model.catalogue import find_known
+from flowspec_edge.model.catalogue import find_known_model
 from flowspec_edge.strategies.draft_choice import draft_label
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
@@ -153,7 +153,7 @@ class PlanReport:
     def _draft_note(self) -> str:
         """Say what is unknown of the draft model, or what has to be done to get it."""
         size, planned = self.size, self.size.planned
-        name, entry = size.name, find_known(size.name)
+        name, entry = size.name, find_known_model(size.name)
         called = entry[0] if entry else "MODEL"
         if planned.by_ngrams:
             return self.draft_why and (

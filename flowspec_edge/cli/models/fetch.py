@@ -77,12 +77,12 @@ def fetch(
       flowspec models fetch qwen3-8b --head RedHatAI/Qwen3-8B-speculator.eagle3
       flowspec models shard --model qwen3-8b --stages 4 --dtype int4 --out qwen3-8b-int4
     """
-    from flowspec_edge.model.catalogue import FETCHED, fetched_dir, find_known
+    from flowspec_edge.model.catalogue import FETCHED, fetched_dir, find_known_model
     from flowspec_edge.model.chat import has_template
     from flowspec_edge.model.opened import OpenModel
     from flowspec_edge.util.files import make_directory, write_atomically
 
-    entry = find_known(name)
+    entry = find_known_model(name)
     if entry is None:
         raise UsageError(f"no model {name!r} in the catalogue; see: flowspec models list")
     catalogue_name, model = entry

@@ -63,10 +63,10 @@ def head(
     """
     require_name(model)  # a wrong name is found before torch is imported
     from flowspec_edge.boards.planning.model_size import model_bytes
-    from flowspec_edge.model.catalogue import find_known
+    from flowspec_edge.model.catalogue import find_known_model
 
     size = model_bytes(model, "fp16")  # an error for a model that stages cannot run
-    entry = find_known(model)
+    entry = find_known_model(model)
     name = entry[0] if entry else model
     local_model = resolve_model(name) if is_here(name) else None
     cost = _cost(name, kind, steps) if measure else None

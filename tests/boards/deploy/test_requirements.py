@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from kits.planned_boards import D0_MB
 
-from flowspec_edge.boards.doctor.model import needed_bytes
 from flowspec_edge.boards.deploy.resolve import process_bytes, resolve_deployment
+from flowspec_edge.boards.doctor.model import needed_bytes
 from flowspec_edge.boards.inventory import load_inventory
 from flowspec_edge.util.resources import resource_dir
 

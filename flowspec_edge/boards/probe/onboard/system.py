@@ -59,7 +59,7 @@ def machine_facts(paths: list[str]) -> dict[str, Any]:
             "timedatectl": timedatectl, "ntp": ntp(timedatectl), "desktop": desktop(),
             "python": list(sys.version_info[:3]), "packages": l4t_packages(),
             "environments": environments(paths), "links": links(),
-            "disks": {path: disk(path) for path in paths}, "memory": memory(own_processes())}
+            "disks": {path: disk(path) for path in paths}, "memory": memory(list_service_pids())}
 
 
 def files() -> dict[str, str]:
@@ -157,7 +157,7 @@ def gpu_buffers(pids: set[int]) -> int:
     return total
 
 
-def own_processes() -> set[int]:
+def list_service_pids() -> set[int]:
     pids = set()
     for line in output("systemctl", "show", "--property=ControlGroup", *_UNITS).splitlines():
         group = line.partition("=")[2]
@@ -192,9 +192,9 @@ def foreign_holders(ports: list[int]) -> dict[int, tuple[Any, str]]:
 
     The services are listed before and after: one that cannot reach its neighbours restarts again and again.
     """
-    before = own_processes()
+    before = list_service_pids()
     listeners = holders(ports)
-    service_pids = before | own_processes()
+    service_pids = before | list_service_pids()
     return {port: holder for port, holder in listeners.items()
             if not isinstance(holder[0], int) or holder[0] not in service_pids}
 
