@@ -127,9 +127,9 @@ bench: $(READY)
 	for file in microbench/[!_]*.py; do $(BIN)/python -m microbench.$$(basename $$file .py) || exit 1; done
 	$(BIN)/python -m microbench.shapes
 
-# Renews the timelines in the documents from real runs.
+# Renews the timeline in the document from a real run.
 timelines: $(READY)
-	$(BIN)/python -m flowspec_edge.lab.bench.timeline docs/reference/strategies.md docs/explained/method.md
+	$(BIN)/python -m flowspec_edge.lab.bench.timeline docs/explained/method.md
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -32,7 +32,7 @@ _ROLE = re.compile(r":(?:class|meth|func|attr):`~?([^`]+)`")
 
 
 def reference() -> str:
-    """A section for every public name: its signature, its docstring, its members."""
+    """Return a section for every public name: its signature, its docstring, its members."""
     lines: list[str] = []
     for name in sorted(api.__all__, key=str.lower):
         lines += section(name, getattr(api, name))
@@ -52,21 +52,27 @@ def section(name: str, thing: Any) -> Iterator[str]:
         yield from fields(thing, said) if whole else in_a_line(fields(thing, said))
     bases = [base for base in thing.__mro__[1:] if getattr(api, base.__name__, None) is base]
     listed = False  # whether a list of members is to be ended
+    names: list[str] = []  # of members that the guide describes
     for member, value in vars(thing).items():
         if any(inspect.getdoc(getattr(base, member, None)) == inspect.getdoc(getattr(thing, member)) for base in bases):
             continue  # described there
         if member in _FOR_DRIVERS.get(name, ()):
             continue
         if not member.startswith("_") and (inspect.getdoc(value) or inspect.isabstract(thing)):
-            shown = list(described(member, value, whole, name in _IN_THE_GUIDE))
+            shown = list(described(member, value, whole))
+            if name in _IN_THE_GUIDE:
+                names += [f"`{member}`"] if shown else []
+                continue
             yield from shown
             listed = listed or bool(shown and not whole)
-    if listed:
+    if names:
+        yield f"Members: {', '.join(names)}."
+    if listed or names:
         yield ""
 
 
 def first(lines: Iterator[str]) -> Iterator[str]:
-    """The first paragraph, and a table of names."""
+    """Yield the first paragraph, and a table of names."""
     written = list(lines)
     yield from written[: written.index("") + 1] if "" in written else written
     if "```" in written:
@@ -75,7 +81,7 @@ def first(lines: Iterator[str]) -> Iterator[str]:
 
 
 def in_a_line(lines: Iterator[str]) -> Iterator[str]:
-    """The fields' names and defaults, without what a comment says of them."""
+    """Yield the fields' names and defaults, without what a comment says of them."""
     names = []
     for line in lines:
         if line.startswith(("With", "```")):
@@ -90,7 +96,7 @@ def in_a_line(lines: Iterator[str]) -> Iterator[str]:
 
 
 def own_comments(thing: Any) -> dict[str, str]:
-    """What the docstring's table says of the fields, if it has a line for fields alone."""
+    """Return what the docstring's table says of the fields, if it has a line for fields alone."""
     names = {field.name for field in dataclasses.fields(thing)}
     for paragraph in (inspect.getdoc(thing) or "").split("\n\n"):
         lines = re.split(r"\n(?=\w)", paragraph)
@@ -101,8 +107,10 @@ def own_comments(thing: Any) -> dict[str, str]:
 
 
 def fields(thing: Any, said: dict[str, str]) -> Iterator[str]:
-    """The fields with what the names do not say: a line of the docstring's table, an annotation, or a comment in the
-    source. Those of a base that is documented itself are left out."""
+    """Yield the fields with what the names do not say, but for those of a base that is documented itself.
+
+    Beside a name is a line of the docstring's table, an annotation, or a comment in the source.
+    """
     source = inspect.getsource(thing)
     hints = get_type_hints(thing, include_extras=True)
     base = next((one for one in thing.__mro__[1:] if getattr(api, one.__name__, None) is one
@@ -131,8 +139,8 @@ def fields(thing: Any, said: dict[str, str]) -> Iterator[str]:
     yield from ("```", "")
 
 
-def described(name: str, value: Any, whole: bool, bare: bool) -> Iterator[str]:
-    """A member's signature and docstring, of which only the first sentence unless ``whole``, none if ``bare``."""
+def described(name: str, value: Any, whole: bool) -> Iterator[str]:
+    """Yield a member's signature and docstring, of which only the first sentence unless ``whole``."""
     if isinstance(value, property):
         shown, function = f"{name}` (property)", value.fget
     elif isinstance(value, classmethod | staticmethod) or inspect.isfunction(value):
@@ -143,7 +151,7 @@ def described(name: str, value: Any, whole: bool, bare: bool) -> Iterator[str]:
     if whole:
         yield from (f"#### `{shown}", "", *text(function))
     else:
-        said = "" if bare else re.split(r"(?<=[.;])\s", next(text(function), ""))[0]
+        said = re.split(r"(?<=[.;])\s", next(text(function), ""))[0]
         yield f"- `{shown}: {said[:1].lower()}{said[1:].rstrip('.;')}" if said else f"- `{shown}"
 
 
@@ -160,7 +168,10 @@ def signature(function: Any) -> str:
 
 
 def text(thing: Any, said: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
-    """A docstring's paragraphs; indented ones, and tables of names, as they are. The table ``said`` is left out."""
+    """Yield a docstring's paragraphs; indented ones, and tables of names, as they are.
+
+    The table ``said`` is left out.
+    """
     written = inspect.getdoc(thing) or ""
     if dataclasses.is_dataclass(thing) and written.startswith(f"{getattr(thing, '__name__', '')}("):
         return  # the one that dataclass makes

@@ -22,14 +22,14 @@ DOCUMENT = Path(__file__).parent / "reference" / "plan.md"
 TABLE = re.compile(r"(?<=<!-- boards, made by build_boards.py -->\n).*?(?=<!-- end of boards -->)", re.DOTALL)
 CONTEXT = 2048
 COUNTS = (4, 5)
-PROFILES = ("orin-nano-8gb", "orin-nano-8gb-super", "orin-nx-16gb", "agx-orin-64gb")
+PROFILES = ("orin-nano-8gb", "orin-nano-8gb-super", "orin-nx-16gb")  # one AGX Orin 64 GB holds each of the models
 MODELS: tuple[tuple[str, PlanDtype], ...] = (
     ("llama-2-7b", "fp16"), ("qwen3-14b", "int4"), ("qwen3-32b", "int4"), ("llama-3.3-70b", "int4"))
 HEAD = ("| boards | model | 4: stage ms | tokens/s | 5: stage ms | tokens/s |", "|---|---|---|---|---|---|")
 
 
 def rows(predicted: bool) -> Iterator[str]:
-    """The table's rows, of models that fit; without predictions "…" stands for tokens/s."""
+    """Yield the table's rows, of models that fit; without predictions "…" stands for tokens/s."""
     for name in PROFILES:
         for model, dtype in MODELS:
             cells = [cell for count in COUNTS for cell in cells_of(name, count, model, dtype, predicted)]
@@ -41,19 +41,16 @@ size_of = cache(model_bytes)
 
 
 def cells_of(name: str, count: int, model: str, dtype: PlanDtype, predicted: bool) -> tuple[str, str]:
-    """The slowest stage, and tokens/s with a head, by n-grams, and plain; or why it does not fit."""
+    """Return the slowest stage, and tokens/s with a head, by n-grams, and plain; or why it does not fit."""
     size = size_of(model, dtype)
-    given = [board.for_model(size) for board in parse_devices([f"{name}:{count}"])]
-    boards, problem = [board for board, _ in given], problem_for(size, CONTEXT, 1, count)
+    boards = [board.for_model(size)[0] for board in parse_devices([f"{name}:{count}"])]
+    problem = problem_for(size, CONTEXT, 1, count)
     try:
         plan = planner.plan(boards, problem)
     except planner.DoesNotFit:
         held = planner.most_layers(boards, problem)
         return f"no: room for {held} of {size.layers} layers" if held >= 0 else "no: no board can draft", "–"
-    bandwidth = any(how.basis == "bandwidth" for _, how in given)
-    least = most = "≈ " * bandwidth
-    stage = f"{least}{plan.slowest * 1e3:.0f}"
-    return stage, f"{most}{' / '.join(speeds(plan))}" if predicted else "…"
+    return f"{plan.slowest * 1e3:.0f}", " / ".join(speeds(plan)) if predicted else "…"
 
 
 def speeds(plan: planner.PipelinePlan) -> Sequence[str]:
@@ -75,8 +72,8 @@ def table(predicted: bool = True) -> str:
 
 
 def without_predictions(text: str) -> str:
-    """The table in the document's ``text`` with "…" for tokens/s."""
-    return re.sub(r"\| (?:≈ )?[\d.]+ / [\d.]+ / [\d.]+ (?=\|)", "| … ", TABLE.findall(text)[0])
+    """Return the table in the document's ``text`` with "…" for tokens/s."""
+    return re.sub(r"\| [\d.]+ / [\d.]+ / [\d.]+ (?=\|)", "| … ", TABLE.findall(text)[0])
 
 
 if __name__ == "__main__":

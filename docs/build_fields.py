@@ -1,5 +1,7 @@
-"""Renews docs/reference/fields.md from the tables of fields of :mod:`flowspec_edge.serving`.  Of a refused field it has
-the name alone: the server's error says what to use instead.  What is said of a field of OpenAI's is not said again.
+"""Renews docs/reference/fields.md from the tables of fields of :mod:`flowspec_edge.serving`.
+
+Of a refused field it has the name alone: the server's error says what to use instead.  What is said of a field of
+OpenAI's is not said again.
 
     python docs/build_fields.py [--check]
 """
@@ -33,7 +35,7 @@ Row = tuple[list[str], str]  # names, and what is said of them
 
 
 def document() -> str:
-    """The whole document."""
+    """Return the whole document."""
     parts = [_HEAD]
     said: dict[str, str] = {}  # of OpenAI's fields, by name
     for title, (about, table) in _SECTIONS.items():
@@ -46,7 +48,7 @@ def document() -> str:
 
 
 def lists(lines: Iterable[str]) -> Iterator[tuple[str, list[Row]]]:
-    """The verdicts of a table, each with its rows."""
+    """Yield the verdicts of a table, each with its rows."""
     found: list[tuple[str, list[Row]]] = []
     for line in lines:
         if line.endswith(":"):
@@ -58,13 +60,13 @@ def lists(lines: Iterable[str]) -> Iterator[tuple[str, list[Row]]]:
 
 
 def shown(verdict: str, rows: Iterable[Row], said: dict[str, str]) -> Iterator[str]:
-    """A verdict's rows; names of which nothing more is to be said share a line."""
+    """Yield a verdict's rows; names of which nothing more is to be said share a line."""
     if verdict == "Refused":
         yield f"{', '.join(sorted(name for names, _ in rows for name in names))}."
         return
     alone: dict[str, list[str]] = {}  # by what is said of them together
     for names, text in rows:
-        if verdict == "Implemented" and all(said.get(name) == text for name in names):
+        if verdict == "Implemented" and all(plain(said.get(name, "")) == plain(text) for name in names):
             alone.setdefault("as in OpenAI's API", []).extend(names)
         elif text.startswith("goes with "):
             alone.setdefault("of use with a refused field only", []).extend(names)
@@ -72,6 +74,11 @@ def shown(verdict: str, rows: Iterable[Row], said: dict[str, str]) -> Iterator[s
             yield f"- {', '.join(names)}: {text}"
     for text, names in alone.items():
         yield f"- {', '.join(names)}: {text}"
+
+
+def plain(text: str) -> str:
+    """``text`` without the endpoints in brackets that it begins with."""
+    return re.sub(r"^\([^)]*\) ", "", text)
 
 
 def main() -> int:

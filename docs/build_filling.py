@@ -23,7 +23,7 @@ _CHAIN = "chain"
 
 
 def points(source: Path) -> tuple[str, dict[str, list[tuple[float, float, float | None]]]]:
-    """A caption, and by strategy (acceptance, tokens/s, standard error), from the head's own up."""
+    """Return a caption, and by strategy (acceptance, tokens/s, standard error), from the head's own up."""
     sweep = load_sweep(source)
     found: dict[str, list[tuple[float, float, float | None]]] = {}
     for point in sweep.points:

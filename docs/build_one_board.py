@@ -1,4 +1,4 @@
-"""The table of docs/reference/plan.md: plain decoding on one board, predicted beside what others have published.
+"""A table of docs/experiments/planning.md: plain decoding on one board, predicted beside what others have published.
 
     python docs/build_one_board.py      writes it between its marks
 
@@ -20,7 +20,7 @@ from flowspec_edge.boards.planning.one_board import plain_tokens_per_second
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.model.manifest import HeadBits
 
-DOCUMENT = Path(__file__).resolve().parent / "reference" / "plan.md"
+DOCUMENT = Path(__file__).resolve().parent / "experiments" / "planning.md"
 BEGIN, END = "<!-- one board: begin -->", "<!-- one board: end -->"
 CONTEXT = 512  # the publications do not say
 MLC, TENSORRT, LLAMA_CPP = "MLC", "TensorRT Edge-LLM 0.10", "llama.cpp"

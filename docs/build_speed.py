@@ -32,12 +32,12 @@ _WAYS = {False: "head alone", True: "head and n-grams"}
 
 
 def counted(report: BenchReport, method: str) -> list[Sample]:
-    """A method's answers with a speed that do not loop."""
+    """Return a method's answers with a speed that do not loop."""
     return [s for s in report.samples if s.strategy == method and not is_short(s) and not s.repeating]
 
 
 def ratios(report: BenchReport) -> dict[str, tuple[Estimate, Estimate]]:
-    """Method → (speed over Chunk-PP's, tokens/s)."""
+    """Return by method the speed over Chunk-PP's, and tokens/s."""
     base = counted(report, BASELINE)
     found = {}
     for method in dict.fromkeys(s.strategy for s in report.samples):

@@ -182,9 +182,11 @@ class Cluster:
     def generate(self, prompt: str | Sequence[int] | Request, *, strategy: str = DEFAULT_STRATEGY,
                  max_new_tokens: int = 128, sampling: Sampling | None = None, params: Params | None = None,
                  on_text: Callable[[str], None] | None = None) -> Completion:
-        """Run one request; ``on_text`` gets the text as it is generated. The other arguments are those of
-        :meth:`request` and ignored for a ``Request``. UsageError if the request does not fit the model;
-        RequestFailed if the strategy raises something."""
+        """Run one request; ``on_text`` gets the text as it is generated.
+
+        The other arguments are those of :meth:`request` and ignored for a ``Request``. UsageError if the request
+        does not fit the model; RequestFailed if the strategy raises something.
+        """
         request = prompt if isinstance(prompt, Request) else self.request(
             prompt, strategy=strategy, max_new_tokens=max_new_tokens, sampling=sampling, params=params)
         if on_text is None:
@@ -195,13 +197,19 @@ class Cluster:
         return self._completion(result)
 
     def generate_many(self, requests: Sequence[Request]) -> list[Completion]:
-        """Run requests that arrive together and share the pipeline; answers in their order. UsageError if
-        some are by groups of devices (megatron, galaxy) and others are not, or outside of virtual time."""
+        """Run requests that arrive together and share the pipeline; answers in their order.
+
+        UsageError if some are by groups of devices (megatron, galaxy) and others are not, or outside of virtual
+        time.
+        """
         return [self._completion(result) for result in self._backend.generate_many(requests)]
 
     def plain(self, request: Request) -> list[int]:
-        """Return the tokens of plain decoding with transformers' unsharded model. In fp32 every strategy gives them;
-        in 16 bits near ties may differ. The first call loads the model a second time."""
+        """Return the tokens of plain decoding with transformers' unsharded model.
+
+        In fp32 every strategy gives them; in 16 bits near ties may differ. The first call loads the model a second
+        time.
+        """
         if self._plain is None:
             from flowspec_edge.lab.plain import PlainDecoder
 

@@ -131,11 +131,11 @@ class Int4Cost(StrictModel):
         return self
 
     def ratio(self, rows: float) -> float:
-        """The time with int4 weights over that with the profile's own."""
+        """Return the time with int4 weights over that with the profile's own."""
         return StageCurve(layers=1, rows=self.rows, ms=self.ms).milliseconds(rows) / self.full(rows)
 
     def full(self, rows: float) -> float:
-        """The time with the profile's own weights."""
+        """Return the time with the profile's own weights."""
         return StageCurve(layers=1, rows=self.rows, ms=self.full_ms).milliseconds(rows)
 
 
@@ -205,13 +205,13 @@ class LaunchCost(StrictModel):
     pass_graphs: bool = False  # whether draft passes are CUDA graphs
 
     def per_layer(self, rows: int) -> float:
-        """Launches of a layer for ``rows`` that choose experts independently."""
+        """Return launches of a layer for ``rows`` that choose experts independently."""
         if not self.experts or not self.chosen:
             return self.layer
         return self.layer + EXPERT_LAUNCHES * self.experts * (1 - (1 - self.chosen / self.experts) ** rows)
 
     def per_pass(self, kind: str) -> tuple[int, int]:
-        """Launches within the layers of a small model, and others."""
+        """Return launches within the layers of a small model, and others."""
         draft = DRAFT_KINDS[kind]
         if self.pass_graphs and draft.graph_launches is not None:
             return 0, draft.graph_launches
@@ -281,8 +281,10 @@ class Profile(StrictModel):
 
     def stage_seconds(self, rows: int, layers: float, context: int = 0, devices: int = 1,
                       correlation: float | None = None, alike: float = 1.0) -> float:
-        """``layers`` may be a fraction; ``context``: tokens in the cache.
+        """Return the time of a stage for ``rows`` rows.
 
+        layers              may be a fraction
+        context             tokens in the cache
         devices             that share every layer evenly; each launches kernels for all layers
         correlation, alike  as for :meth:`StageCurve.milliseconds`
         """
@@ -296,8 +298,10 @@ class Profile(StrictModel):
                                            SEGMENT_LAUNCHES)
 
     def draft_seconds(self, kind: str, nodes: int = 1, scored: bool = False) -> float:
-        """One pass of a draft model of ``kind`` that expands ``nodes``.  ``scored``: by an earlier pass of a
-        block drafter."""
+        """One pass of a draft model of ``kind`` that expands ``nodes``.
+
+        ``scored``: by an earlier pass of a block drafter.
+        """
         draft = DRAFT_KINDS[kind]
         times = BLOCK_SCORES if scored and draft.is_block else draft.passes
         cost = times * self.pass_ms(draft) if draft.charged_as else 0.0
@@ -306,16 +310,20 @@ class Profile(StrictModel):
         return seconds + (self.launch.added(seconds, *launches) if self.launch and launches else 0.0)
 
     def pass_ms(self, draft: DraftKind) -> float:
-        """The time that a pass of ``draft`` takes ``passes`` times; estimated if it is the kind's own, and the profile
-        lacks it."""
+        """Return the time that a pass of ``draft`` takes ``passes`` times.
+
+        Estimated if it is the kind's own, and the profile lacks it.
+        """
         measured: float | None = getattr(self.draft, draft.charged_as, None)
         if measured is None:
             return draft.layers * self.stage.milliseconds(1) / self.stage.layers + self.lm_head.ms
         return measured
 
     def verify_seconds(self, rows: int, outputs: int = 1) -> float:
-        """D0's time for ``outputs`` that came together: bookkeeping for each, and lm_head once for all
-        ``rows``, if there are any."""
+        """Return D0's time for ``outputs`` that came together.
+
+        It counts bookkeeping for each output, and lm_head once for all ``rows``, if there are any.
+        """
         head = self.lm_head.ms + self.lm_head.row_ms * rows if rows else 0.0
         seconds = (self.host.bookkeeping_ms * outputs + head) * 1e-3
         return seconds + (self.launch.added(seconds, 0, OUTPUT_LAUNCHES) if self.launch and rows else 0.0)
@@ -325,12 +333,12 @@ class Profile(StrictModel):
         return size * 8 / (self.link.mbps * 1e6), self.link.latency_ms * 1e-3
 
     def with_link(self, **values: float) -> Profile:
-        """A copy in which every link has these values of ``LinkCost``."""
+        """Return a copy in which every link has these values of ``LinkCost``."""
         link = LinkCost.model_validate({**self.link.model_dump(), **values})
         return self.model_copy(update={"link": link})
 
     def check_stages(self, stages: int) -> None:
-        """UsageError for more stages than layers, or other than the testbed has."""
+        """Raise UsageError for more stages than layers, or another number than the testbed has."""
         if self.boards and self.boards != stages + 1:
             raise UsageError(f"{self.name} has {self.boards} boards, one of which drafts: use --stages "
                              f"{self.boards - 1}, or leave --stages out, instead of {stages}")
@@ -355,7 +363,7 @@ class MixedBoards(Profile):
 
 
 def read_profile(text: str) -> Profile:
-    """A profile from the JSON of its ``model_dump_json``."""
+    """Return a profile from the JSON of its ``model_dump_json``."""
     return (MixedBoards if "verify" in json.loads(text) else Profile).model_validate_json(text)
 
 
@@ -364,7 +372,7 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name_or_path: str) -> Profile:
-    """A bundled profile by name, or a TOML file by path."""
+    """Return a bundled profile by name, or a TOML file by path."""
     if name_or_path in profile_names():
         path = resource_dir("profiles") / f"{name_or_path}.toml"
     elif name_or_path.endswith(".toml") or "/" in name_or_path:
@@ -416,7 +424,7 @@ _EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
 
 
 def render(profile: Profile) -> str:
-    """The text of a TOML file with comments."""
+    """Return the text of a TOML file with comments."""
     data = profile.model_dump()
     lines = [f"{key} = {_long(value) if key == 'source' else _value(value)}" for key, value in data.items()
              if not isinstance(value, Mapping) and value is not None]
@@ -445,7 +453,7 @@ def _value(value: Any) -> str:
 
 
 def _text(value: str) -> str:
-    """A JSON string is valid TOML, except for DEL."""
+    """Return a JSON string is valid TOML, except for DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

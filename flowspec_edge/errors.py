@@ -49,8 +49,7 @@ class KeyRefused(FlowspecError):
 
 
 class OtherRelease(FlowspecError):
-    """The draft device belongs to another release than this stage; flowspec-verify@.service knows the exit
-    code."""
+    """The draft device belongs to another release than this stage; flowspec-verify@.service knows the exit code."""
 
     exit_code = 75
 
@@ -73,7 +72,7 @@ def first_line(error: Exception) -> str:
 
 
 def last_line(error: Exception) -> str:
-    """The reason, where a library tells first what it was doing."""
+    """Return the reason, where a library tells first what it was doing."""
     return _lines(error)[-1].strip()
 
 

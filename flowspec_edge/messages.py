@@ -28,7 +28,7 @@ UInt8 = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payload:
-    """``dtype``: "float32", "float16" or "bfloat16" (as uint16 bits in the row-major ``array``)."""
+    """Hidden states; ``dtype``: "float32", "float16" or "bfloat16" (as uint16 bits in the row-major ``array``)."""
 
     dtype: str
     array: NDArray[Any]
@@ -64,8 +64,11 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """D0 → all: the session is over; its cache is dropped except committed rows ``retain`` (increasing
-    numbers), which have left the last stage.  They become rows 0, 1, … for ``Open.parent_session``."""
+    """D0 → all: the session is over.
+
+    Its cache is dropped except committed rows ``retain`` (increasing numbers), which have left the last stage. They
+    become rows 0, 1, … for ``Open.parent_session``.
+    """
 
     session: int
     retain: tuple[int, ...] = ()
@@ -129,12 +132,12 @@ class Batch:
 
 
 def parts_of(message: Segment | Output | Batch) -> tuple[Segment | Output, ...]:
-    """The parts of a batch, or the message alone."""
+    """Return the parts of a batch, or the message alone."""
     return message.parts if isinstance(message, Batch) else (message,)
 
 
 def batch_of(parts: Sequence[Segment | Output]) -> Segment | Output | Batch:
-    """The inverse of :func:`parts_of`."""
+    """Return the inverse of :func:`parts_of`."""
     return parts[0] if len(parts) == 1 else Batch(tuple(parts))
 
 
@@ -147,8 +150,7 @@ def shares(size: int, parts: Sequence[Segment | Output]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tap:
-    """Vi → D0: hidden states [n, H] after ``layer`` layers (no final norm), sent before the next stage
-    begins."""
+    """Vi → D0: hidden states [n, H] after ``layer`` layers (no final norm), sent before the next stage begins."""
 
     session: int
     epoch: int
@@ -288,7 +290,7 @@ def pack_bits(rows: list[int], width: int) -> UInt8:
 
 
 def unpack_bits(bits: UInt8, width: int) -> NDArray[np.bool_]:
-    """The inverse of :func:`pack_bits`: bool [n, width]; missing bits are False."""
+    """Return the inverse of :func:`pack_bits`: bool [n, width]; missing bits are False."""
     flat = np.unpackbits(bits, axis=1, bitorder="little", count=width) if bits.size else None
     if flat is None:
         return np.zeros((len(bits), width), dtype=bool)

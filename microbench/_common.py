@@ -24,7 +24,7 @@ Row = tuple[str, float, str]
 
 
 def demo_prompts(count: int) -> list[list[int]]:
-    """Token ids of at most ``count`` held-out prompts."""
+    """Return the token ids of at most ``count`` held-out prompts."""
     model = resolve_model()
     tokenizer = Tokenizer(model)
     prompts = load_prompts(resource_dir("models") / model.name / "prompts.jsonl", count)
@@ -32,7 +32,7 @@ def demo_prompts(count: int) -> list[list[int]]:
 
 
 def options(doc: str | None, **defaults: int | str) -> argparse.Namespace:
-    """The command line's ``--NAME VALUE``, of the types of ``defaults``."""
+    """Parse the command line's ``--NAME VALUE``, of the types of ``defaults``."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
@@ -41,7 +41,7 @@ def options(doc: str | None, **defaults: int | str) -> argparse.Namespace:
 
 @contextmanager
 def serving(*options: str | int) -> Iterator[tuple[str, int]]:
-    """(URL, process id) of ``flowspec serve`` with these options."""
+    """Start ``flowspec serve`` with these options, and yield its URL and process id."""
     command = [sys.executable, "-m", "flowspec_edge.cli.main", "serve", "--port", "0", *map(str, options)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
@@ -55,7 +55,7 @@ def serving(*options: str | int) -> Iterator[tuple[str, int]]:
 
 
 def random_codes(how: Scheme, rows: int, columns: int) -> dict[str, Tensor]:
-    """A matrix as ``how`` stores it, of random codes."""
+    """Return a matrix as ``how`` stores it, of random codes."""
     return {name: torch.randint(256, size, dtype=dtype) if dtype == torch.uint8
             else torch.full(size, 0.002, dtype=dtype)
             for name, (size, dtype) in how.stored(rows, columns).items()}

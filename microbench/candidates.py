@@ -43,7 +43,7 @@ EAGLE2 = Params(draft="eagle2", ngram=False)
 
 
 class Watched(OutputHead):
-    """Keeps the states that drafts rank by."""
+    """An output head that keeps the states that drafts rank by."""
 
     def __init__(self, head: OutputHead) -> None:
         super().__init__(list(head.blocks), head.hidden_size, head.dtype, head.device)  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ class Watched(OutputHead):
 
 
 def drafted(name: str, prompts: int, tokens: int) -> tuple[OutputHead, nn.Module, Tensor]:
-    """lm_head, the EAGLE-2 head, and the states of its drafts."""
+    """Return lm_head, the EAGLE-2 head, and the states of its drafts."""
     model, loaded = resolve_model(name), dict[str, Any]()
 
     def watching(kind: str, opened: Any, head: OutputHead, *arguments: Any) -> Callable[[], Any]:

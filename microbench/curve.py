@@ -50,13 +50,13 @@ def main() -> None:
 
 
 def _speed(cluster: VirtualCluster, requests: list[Request]) -> float:
-    """Mean tokens/s of the requests with more than one token, as ``flowspec bench run`` counts."""
+    """Return the mean tokens/s of the requests with more than one token, as ``flowspec bench run`` counts."""
     speeds = [cluster.generate(request).stats.tokens_per_second for request in requests]
     return fmean(speed for speed in speeds if speed is not None)
 
 
 def _decision_us(stages: int, turns: int = 200) -> float:
-    """D0's time for all stages' reports of one segment and the 64 look-ups of a decision."""
+    """Measure D0's time for all stages' reports of one segment and the 64 look-ups of a decision."""
     curve = SlotCurve()
     for rows in range(1, 65):
         for stage in range(1, stages + 1):

@@ -67,14 +67,17 @@ class _Text:
         return tensor
 
     def target_logits(self, positions: Sequence[int]) -> Tensor:
-        """The text's next token wins at each position."""
+        """Return logits with which the text's next token wins at each position."""
         logits = self._flat[: len(positions)].clone()
         for row, position in zip(logits, positions, strict=True):
             row[self.tokens[position + 1]] = _SURE
         return logits
 
     def draft_logits(self, positions: Sequence[int], k: int = 10) -> Tensor:
-        """k likely children of each position; the next token is among them as often as they claim."""
+        """Return logits with ``k`` likely children of each position.
+
+        The next token is among the children as often as they claim.
+        """
         logits = self._flat[: len(positions)].clone()
         for row, position in zip(logits, positions, strict=True):
             top = float(self._rng.beta(1.6, 0.6))
@@ -113,12 +116,12 @@ _PassPositions = list[tuple[_Text, list[int]]]
 
 
 class _Drafter(TreeDrafter):
-    """Keeps cache, masks and outputs like an EAGLE head, without computing."""
+    """A drafter that keeps cache, masks and outputs like an EAGLE head, without computing."""
 
     rows_behind = 1
 
     def __init__(self, text: _Text, device: torch.device, pass_positions: _PassPositions) -> None:
-        """``pass_positions``: the pass's positions, in the texts of all drafters that share it."""
+        """Set up the drafter of a text; ``pass_positions``: of the pass, in the texts of all drafters that share it."""
         shape = CacheShape(KeysValues(32, 1, 128), 1, torch.float16, device)
         model = PassModel(_states, lambda outputs: _draft_logits(pass_positions), _WIDTH, True, lambda position: None)
         super().__init__(shape, model)
@@ -153,13 +156,13 @@ class _Drafter(TreeDrafter):
 
 
 def _states(states: Tensor | None, *_: Any) -> Tensor:
-    """A pass without products: its outputs are the states that it is given."""
+    """Run a pass without products: its outputs are the states that it is given."""
     assert states is not None
     return states
 
 
 def _draft_logits(pass_positions: _PassPositions) -> Tensor:
-    """Of all rows of a pass, as one tensor."""
+    """Return the logits of all rows of a pass, as one tensor."""
     parts = [partial(text.draft_logits, positions) for text, positions in pass_positions]
     logits = pass_positions[0][0].untimed(lambda: torch.cat([part() for part in parts]))
     pass_positions.clear()
@@ -168,8 +171,10 @@ def _draft_logits(pass_positions: _PassPositions) -> Tensor:
 
 def turns(name: str, sampling: Sampling, count: int = 300, vocabulary: int = VOCABULARY,
           device: str = "cpu", seed: int = 0, requests: int = 1) -> list[float]:
-    """Milliseconds of D0's work in each of ``count`` turns without matrix products; ``requests``
-    share its segments."""
+    """Measure the milliseconds of D0's work in each of ``count`` turns without matrix products.
+
+    ``requests`` share its segments.
+    """
     on = torch.device(device)
     texts = [_Text(vocabulary, on, seed + i) for i in range(requests)]
     scheduler, pass_positions = Scheduler(), _PassPositions()
@@ -217,7 +222,7 @@ def _draft_session(name: str, sampling: Sampling, text: _Text, vocabulary: int, 
 
 
 def now(device: torch.device) -> float:
-    """Seconds, when a GPU has finished its work."""
+    """Return the time in seconds, when a GPU has finished its work."""
     if device.type != "cpu":
         torch.cuda.synchronize(device)
     return time.perf_counter()

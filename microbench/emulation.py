@@ -24,7 +24,10 @@ STRATEGIES = ("chunk_pp", "flowspec", "flowspec_plus")
 
 def measure(prompts: int, tokens: int, profile: str, stages: int, clients: int = 1
             ) -> dict[str, dict[str, list[list[Result]]]]:
-    """Clock → strategy → groups of ``clients`` results that arrived together."""
+    """Run the strategies under both clocks; return clock → strategy → groups of results.
+
+    A group has ``clients`` results that arrived together.
+    """
     model, devices = resolve_model(), Devices.from_profile(load_profile(profile), stages)
     requests = demo_prompts(prompts)
     groups = [requests[i : i + clients] for i in range(0, len(requests), clients)]
@@ -61,14 +64,14 @@ def main() -> None:
 
 
 def _speed(group: list[Result]) -> float:
-    """Tokens/s: of one request while it decodes, of several together from their arrival on."""
+    """Return tokens/s: of one request while it decodes, of several together from their arrival on."""
     if len(group) == 1:
         return group[0].stats.tokens_per_second or 0.0
     return sum(len(result.tokens) for result in group) / max(result.token_at[-1] for result in group)
 
 
 def _alt(stats: list[Stats]) -> float:
-    """Tokens per turn over several requests: sums divided by sums."""
+    """Return the tokens per turn over several requests: sums divided by sums."""
     decoded = [(s.alt, s.turns) for s in stats if s.alt is not None]
     return sum(alt * turns for alt, turns in decoded) / sum(turns for _, turns in decoded)
 

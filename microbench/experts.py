@@ -29,7 +29,7 @@ _TIMES = 9
 
 
 def stacked(experts: int) -> Any:
-    """transformers', in bf16."""
+    """Return the experts of transformers, in bf16."""
     config = AutoConfig.for_model("qwen3_moe", hidden_size=WIDTH, moe_intermediate_size=INNER,
                                   num_experts=experts)
     module = Qwen3MoeExperts(config).to(torch.bfloat16).eval()
@@ -39,7 +39,7 @@ def stacked(experts: int) -> Any:
 
 
 def ours(theirs: Any, int4: bool) -> Experts:
-    """As a stage loads them: views of the same weights, or random codes of 4 bits."""
+    """Return the experts as a stage loads them: views of the same weights, or random codes of 4 bits."""
     module = separated(theirs, ExpertNames())
     experts: list[Any] = list(module.children())
     for expert, gate_up, down in zip(experts, theirs.gate_up_proj, theirs.down_proj, strict=True):
@@ -65,8 +65,10 @@ def _int4(weight: Tensor) -> nn.Module:
 
 
 def choice(rows: int, experts: int, shared: int) -> Tensor:
-    """[rows, TOP_K] int64: the first ``shared`` of them are the same in all rows, of the others each row
-    chooses by itself."""
+    """Choose experts for each row: [rows, TOP_K] int64.
+
+    The first ``shared`` of them are the same in all rows; of the others each row chooses by itself.
+    """
     order = torch.randperm(experts)
     own_choices = torch.rand(rows, experts - shared).topk(TOP_K - shared).indices
     return torch.cat([order[:shared].expand(rows, -1), order[shared:][own_choices]], 1)
@@ -74,8 +76,10 @@ def choice(rows: int, experts: int, shared: int) -> Tensor:
 
 @torch.inference_mode()
 def measure(theirs: Any, modules: dict[str, Experts], rows: int, shared: int) -> list[Row]:
-    """Medians of passes in turn, each over other rows, which touch other experts; the process's time, which
-    other processes on the machine change least."""
+    """Measure medians of passes in turn, each over other rows, which touch other experts.
+
+    The time is the process's, which other processes on the machine change least.
+    """
     modules_by_name: dict[str, Any] = {**modules, "transformers' grouped products, bf16": "grouped_mm",
                                        "transformers' loop, bf16": "eager"}
     times_by_name: dict[str, list[float]] = {name: [] for name in modules_by_name}

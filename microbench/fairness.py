@@ -34,7 +34,7 @@ _SATURATED_S = 4.0  # of flood before the second client comes
 
 @dataclass(frozen=True)
 class Flood:
-    """``fields``: of each request's body; ``users``: whether each names another user."""
+    """What the first client asks; ``fields``: of each request's body; ``users``: whether each names another user."""
 
     name: str
     connections: int
@@ -44,7 +44,7 @@ class Flood:
 
 @dataclass(frozen=True)
 class Waits:
-    """Of the second client. A wait that the limit cut short counts as the limit.
+    """The waits of the second client; a wait that the limit cut short counts as the limit.
 
     refused   answers of 429 or 503
     unserved  requests without a token within the limit
@@ -79,7 +79,7 @@ def client_at(url: str, address: str) -> httpx2.Client:
 
 
 def streamed(client: httpx2.Client, body: dict[str, Any]) -> Iterator[str]:
-    """The texts of an answer's events; httpx2.HTTPStatusError for a refusal."""
+    """Yield the texts of an answer's events; raise httpx2.HTTPStatusError for a refusal."""
     with client.stream("POST", "/completions", json={"model": "demo", "stream": True, **body}) as answer:
         answer.raise_for_status()
         for line in answer.iter_lines():
@@ -121,7 +121,7 @@ def flooding(url: str, flood: Flood, prompts: Sequence[list[int]]) -> Iterator[N
 
 
 def first_token(client: httpx2.Client, prompt: list[int], limit_s: float) -> tuple[float | None, int, str]:
-    """Seconds to the first token (None: not within the limit), refusals, the text."""
+    """Return the seconds to the first token (None: not within the limit), the refusals, and the text."""
     start, refused, first = time.monotonic(), 0, None
     while time.monotonic() - start < limit_s:
         try:

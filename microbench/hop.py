@@ -28,7 +28,7 @@ _TIMEOUT_S = 30.0
 
 
 def measure(rows: int, width: int, hops: int) -> list[Row]:
-    """Medians of ``hops`` hops by each way of sending, without the first tenth."""
+    """Measure medians of ``hops`` hops by each way of sending, without the first tenth."""
     message = segment(width, "fp16", rows)
     frames = [bytes(frame) for frame in encode(message)]
     blob = b"".join(frames)

@@ -31,7 +31,7 @@ _TOKENS, _WINDOW = 4096, 1024
 
 
 def products(device: str) -> list[Row]:
-    """Milliseconds by kind and rows, the ratio to bitsandbytes and, on a GPU, the share of its bandwidth."""
+    """Measure milliseconds by kind and rows, the ratio to bitsandbytes and, on a GPU, the share of its bandwidth."""
     command = [sys.executable, "-m", "flowspec_edge.cli.main", "device", "kernels", "--device", device,
                "--json"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -58,7 +58,7 @@ def products(device: str) -> list[Row]:
 
 
 def quantising() -> list[Row]:
-    """Millions of weights that one core quantises in a second of CPU time."""
+    """Measure the millions of weights that one core quantises in a second of CPU time."""
     weight = 0.02 * torch.randn(1024, 4096, generator=torch.Generator().manual_seed(0))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -104,7 +104,7 @@ def _quantise(decoder: nn.Module, kind: Kind, dtype: torch.dtype, device: str) -
 
 @torch.inference_mode()
 def _perplexity(model: Any, ids: Tensor) -> float:
-    """exp of the mean negative log-likelihood, in independent windows."""
+    """Return exp of the mean negative log-likelihood, in independent windows."""
     total = 0.0
     for start in range(0, len(ids) - 1, _WINDOW):
         window = ids[start:start + _WINDOW + 1]

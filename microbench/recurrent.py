@@ -50,7 +50,7 @@ def shaped(small: bool = False) -> Qwen3NextConfig:
 
 
 def ours_of(net: Any, config: Qwen3NextConfig) -> DeltaNet:
-    """A stage's module with the weights of transformers' ``net``."""
+    """Return a stage's module with the weights of transformers' ``net``."""
     layer = DeltaNet(decoder_config(config.to_dict(), "this benchmark"), 0)
     layer.load_state_dict(net.state_dict(), assign=True)
     layer.requires_grad_(False).prepare()
@@ -75,7 +75,7 @@ def causal(cache: RecurrentCache, rows: int) -> NDArray[np.bool_]:
 
 
 def branched(cache: RecurrentCache, text: int, rows: int, branches: int = 10) -> NDArray[np.bool_]:
-    """What rows see of a tree whose branches, behind ``text`` rows, take turns in growing by a row."""
+    """Return what rows see of a tree whose branches, behind ``text`` rows, take turns in growing by a row."""
     columns = np.arange(cache.first + len(cache) + rows) - text
     new = columns[len(columns) - rows :, None]
     visible: NDArray[np.bool_] = (columns < 0) | ((columns <= new) & (columns % branches == new % branches))
@@ -92,7 +92,7 @@ def read_in(net: DeltaNet, cache: RecurrentCache, x: Tensor) -> Tensor:
 
 
 def milliseconds(work: Callable[[], object]) -> float:
-    """Of a thread's processor time, the least of a few: the machine may be busy."""
+    """Return the thread's processor time of ``work``, the least of a few runs: the machine may be busy."""
     times: list[float] = []
     while len(times) < 5 or sum(times) < 0.3:
         start = time.thread_time()
@@ -133,8 +133,10 @@ def times() -> None:
 
 @torch.inference_mode()
 def drift() -> None:
-    """Outputs and states against fp32 of the same weights: ours by segments of trees' sizes, theirs step by
-    step behind a prompt, as each decodes."""
+    """Compare outputs and states with fp32 of the same weights.
+
+    Ours run by segments of trees' sizes, theirs step by step behind a prompt, as each decodes.
+    """
     config, tokens = shaped(small=True), 4_000  # whole blocks
     x = torch.randn(tokens, config.hidden_size)
     for dtype in (torch.float16, torch.bfloat16):

@@ -35,7 +35,10 @@ SAMPLINGS = {
 
 def fastest(works: dict[str, Callable[[], object]], device: torch.device, turns: int = _TURNS
             ) -> dict[str, float]:
-    """Milliseconds of each, the fastest of ``turns``; interleaved, so that disturbances affect all alike."""
+    """Return the milliseconds of each, the fastest of ``turns``.
+
+    The turns are interleaved, so that disturbances affect all alike.
+    """
     best = dict.fromkeys(works, float("inf"))
     for _ in range(turns):
         for name, work in works.items():
@@ -44,7 +47,7 @@ def fastest(works: dict[str, Callable[[], object]], device: torch.device, turns:
 
 
 def choosing(logits: Tensor) -> dict[str, Callable[[], object]]:
-    """The work to time on target logits [n, V]."""
+    """Return the work to time on target logits [n, V]."""
     positions = np.arange(len(logits))
     ever_new = count(1000, len(logits))
     works: dict[str, Callable[[], object]] = {"log_softmax": lambda: torch.log_softmax(logits, -1)}
@@ -55,7 +58,7 @@ def choosing(logits: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def ranking(logits: Tensor) -> dict[str, Callable[[], object]]:
-    """The work to time on draft logits [n, V]."""
+    """Return the work to time on draft logits [n, V]."""
     positions, sampling = np.arange(len(logits)), SAMPLINGS["T 1"]
     ever_new = count(100_000, len(logits))
     return {

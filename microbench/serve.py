@@ -34,7 +34,7 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """Seconds to the first and to the last token."""
+    """An answer, with the seconds to its first and to its last token."""
 
     text: str
     tokens: int
@@ -48,7 +48,7 @@ def prompts_of(count: int) -> list[list[int]]:
 
 
 def load_of(clients: int, firsts: Sequence[float], totals: Sequence[float], tokens: int, wall: float) -> str:
-    """A line of the table: tokens/s of all clients together, percentiles over requests."""
+    """Return a line of the table: tokens/s of all clients together, percentiles over requests."""
     p50, p95 = np.percentile(totals, (50, 95))
     first_p50, first_p95 = np.percentile(firsts, (50, 95))
     return (f"{clients:>7}  {tokens / wall:>8.2f}  {p50:>8.2f} s  {p95:>5.2f} s  {first_p50:>7.2f} s  "
@@ -82,7 +82,7 @@ def closed_loop(client: OpenAI, prompts: Sequence[list[int]], tokens: int, clien
 
 
 def processes_load(prompts: Sequence[list[int]], tokens: int, emulate: str | None) -> list[str]:
-    """Closed loops of 1, 2, 4 and 8 clients; FlowspecError if a text differs from one client's."""
+    """Run closed loops of 1, 2, 4 and 8 clients; raise FlowspecError if a text differs from one client's."""
     loads, alone = list[str](), list[TimedAnswer]()
     emulated = ["--emulate", emulate] if emulate else []
     with (serving(*_SERVER, *emulated) as (url, _),
@@ -99,7 +99,7 @@ def processes_load(prompts: Sequence[list[int]], tokens: int, emulate: str | Non
 
 
 def check(answers: Sequence[TimedAnswer], expected: Sequence[TimedAnswer]) -> None:
-    """FlowspecError for an empty answer, or one that differs from the expected text."""
+    """Raise FlowspecError for an empty answer, or one that differs from the expected text."""
     for i, (answer, other) in enumerate(zip(answers, expected, strict=True)):
         if not answer.tokens or answer.text != other.text:
             raise FlowspecError(f"answer {i} is {answer.text!r}, but was {other.text!r}")
@@ -132,9 +132,9 @@ def process_tree(pid: int) -> list[int]:
 
 
 def endurance(tokens: int) -> list[str]:
-    """100 requests in sequence, then 8 concurrent, of ten different ones; a line for each memory reading.
+    """Run 100 requests in sequence, then 8 concurrent, of ten different ones; return a line for each memory reading.
 
-    FlowspecError if an answer is lost or differs from the first one to the same prompt and seed.
+    Raise FlowspecError if an answer is lost or differs from the first one to the same prompt and seed.
     """
     different = prompts_of(10)
     lines, answers = [], list[TimedAnswer]()

@@ -61,7 +61,7 @@ class LlamaShape:
     vocabulary: int
 
     def write_config(self, directory: Path) -> None:
-        """config.json, and an empty tokenizer file, which sharding requires."""
+        """Write config.json, and an empty tokenizer file, which sharding requires."""
         directory.mkdir()
         LlamaConfig(
             num_hidden_layers=self.layers, hidden_size=self.width, intermediate_size=self.intermediate,
@@ -121,7 +121,7 @@ class RandomWeights:
         return {name: TensorInfo(self._shapes[name], torch.float16) for name in names}
 
     def pieces(self, name: str, rows: int = 0) -> Iterator[tuple[int, Tensor]]:
-        """Norms are ones; every other tensor is the same noise, rotated by its own offset."""
+        """Yield norms of ones, and of every other tensor the same noise, rotated by its own offset."""
         shape = self._shapes[name]
         columns = prod(shape[1:])
         step = rows or max(1, _PIECE // columns)
@@ -150,7 +150,7 @@ def sharding(dtype: ShardDtype, directory: Path) -> list[Row]:
 
 
 def loading(dtype: ShardDtype, directory: Path) -> list[Row]:
-    """A stage of two layers of a 7B model."""
+    """Measure loading a stage of two layers of a 7B model."""
     source, out = directory / f"made-{dtype}", directory / f"stages-{dtype}"
     LOADED.write_config(source)
     in_fresh_process(_make, source, out, dtype, (2,))
@@ -159,7 +159,10 @@ def loading(dtype: ShardDtype, directory: Path) -> list[Row]:
 
 
 def large(directory: Path) -> list[Row]:
-    """A 13B model in int4 over four stages; the rows are about stage 1 with a full cache, after a segment."""
+    """Measure a 13B model in int4 over four stages.
+
+    The rows are about stage 1 with a full cache, after a segment.
+    """
     source, out = directory / "source", directory / "out"
     LARGE.write_config(source)
     layer, cutting = in_fresh_process(_make, source, out, "int4", (10, 10, 10, 10))
@@ -179,7 +182,7 @@ def large(directory: Path) -> list[Row]:
 
 
 def _shard(source: Path, out: Path, dtype: ShardDtype) -> tuple[int, int]:
-    """(bytes of the largest layer as stored, peak of sharding)."""
+    """Shard a model; return the bytes of its largest layer as stored, and the peak of sharding."""
     warm_up(dtype)
     opened = open_source(str(source))
     plan = make_plan(opened, recipe_for(opened, dtype), ranges_for(opened.layers, 2, None))
@@ -197,7 +200,7 @@ def _make(source: Path, out: Path, dtype: ShardDtype, split: tuple[int, ...]) ->
 
 
 def _load(out: Path) -> tuple[int, int]:
-    """(a stage's bytes in memory, peak of loading it)."""
+    """Load a stage; return its bytes in memory, and the peak of loading it."""
     shards: list[Any] = []
     manifest = Manifest.read(out)
     warm_up(manifest.dtype)
@@ -206,7 +209,7 @@ def _load(out: Path) -> tuple[int, int]:
 
 
 def _serve(out: Path) -> tuple[int, int]:
-    """(bytes of weights and cache, resident bytes after a segment, interpreter included)."""
+    """Compute a segment; return the bytes of weights and cache, and the resident bytes, interpreter included."""
     manifest = Manifest.read(out)
     shard = load_shard(out, 0, manifest.stages, manifest.compute_dtype)
     engine = StageEngine(shard)
@@ -216,7 +219,7 @@ def _serve(out: Path) -> tuple[int, int]:
 
 
 def fill_caches(engine: StageEngine, rows: int) -> None:
-    """All rows of a session but those of a segment: unwritten memory is not resident."""
+    """Fill all rows of a session but those of a segment: unwritten memory is not resident."""
     engine.open(Open(session=0, epoch=0, capacity=rows))
     cache = engine.cache_of(0)
     assert cache is not None
@@ -224,7 +227,7 @@ def fill_caches(engine: StageEngine, rows: int) -> None:
 
 
 def compute_behind(engine: StageEngine, rows: int) -> None:
-    """The segment behind the cached rows, ``rows`` with it."""
+    """Compute the segment behind the cached rows, ``rows`` with it."""
     context = rows - ROWS
     numbers = np.arange(context, rows, dtype=np.int32)
     admitted = engine.admit(Segment(
@@ -236,7 +239,7 @@ def compute_behind(engine: StageEngine, rows: int) -> None:
 
 
 def in_fresh_process(measure: Callable[..., Figures], *arguments: object) -> Figures:
-    """What ``measure`` returns in a process that has imported torch and the code of stages and sharder."""
+    """Return what ``measure`` returns in a process that has imported torch and the code of stages and sharder."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["flowspec_edge.stage.engine", "flowspec_edge.sharding.job"])
     with context.Pool(1) as pool:

@@ -91,7 +91,10 @@ def _stage(engine: StageEngine, tokens: np.ndarray) -> Callable[[], Tensor]:
 
 def _transformers(model: LlamaForCausalLM, tokens: np.ndarray
                   ) -> tuple[Callable[[], Tensor], Callable[[], None]]:
-    """:func:`_stage` with LlamaModel, DynamicCache and a 4D mask; and a function that removes the rows."""
+    """Prepare the same work as :func:`_stage` with LlamaModel, DynamicCache and a 4D mask.
+
+    Return a function that computes the tree, and one that removes its rows.
+    """
     paths, depths = _tree()
     cache = DynamicCache(config=model.config)
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
@@ -112,7 +115,7 @@ def _transformers(model: LlamaForCausalLM, tokens: np.ndarray
 
 
 def _tree() -> tuple[list[int], np.ndarray]:
-    """Each node's path from the root of a binary tree, a bit a node, and its depth."""
+    """Return each node's path from the root of a binary tree, a bit a node, and its depth."""
     paths = [1]
     for i in range(1, ROWS):
         paths.append(1 << i | paths[(i - 1) // 2])
@@ -121,7 +124,7 @@ def _tree() -> tuple[list[int], np.ndarray]:
 
 def _interleaved(ours: Callable[[], Tensor], theirs: Callable[[], Tensor], crop: Callable[[], None],
                  repeats: int) -> tuple[float, float]:
-    """Median seconds of each; ``crop`` undoes the last call of ``theirs`` and is not timed."""
+    """Return the median seconds of each; ``crop`` undoes the last call of ``theirs`` and is not timed."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):
         crop()

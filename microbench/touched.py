@@ -38,13 +38,16 @@ _LONGEST = 17  # rows of a segment: longer ones are prompts
 
 
 class Counts:
-    """Of passes, by their kind and rows: (touched, expected, spread), sums over layers and passes."""
+    """The counts of experts in passes, by the passes' kind and rows.
+
+    Each is (touched, expected, spread), as sums over layers and passes.
+    """
 
     def __init__(self) -> None:
         self.sums: defaultdict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0] * 4)
 
     def add(self, kind: str, experts: int, expert_ids: Tensor) -> None:
-        """``expert_ids`` [n, k] of a layer."""
+        """Count the experts ``expert_ids`` [n, k] of a layer."""
         n, k = expert_ids.shape
         expected = independent(experts, k, n)
         for i, value in enumerate((len(expert_ids.unique()), expected, expected - k, 1)):
@@ -97,7 +100,7 @@ class Counting(StageEngine):
 
 
 def _alike(layers: Sequence[Tensor], n: int) -> list[int]:
-    """``n`` rows, the first one and then always that with the fewest new experts in all ``layers``."""
+    """Choose ``n`` rows, the first one and then always that with the fewest new experts in all ``layers``."""
     rows = [0]
     while len(rows) < n:
         rows.append(min(set(range(len(layers[0]))) - set(rows),
@@ -106,7 +109,7 @@ def _alike(layers: Sequence[Tensor], n: int) -> list[int]:
 
 
 def _siblings(segment: Segment) -> Iterator[list[int]]:
-    """Rows after the same token."""
+    """Yield the rows after the same token."""
     bits = unpack_bits(segment.bits, 8 * segment.bits.shape[1])
     parents = []
     for row, number in zip(bits, segment.numbers.tolist(), strict=True):

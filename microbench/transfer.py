@@ -45,7 +45,7 @@ _PIECE = 1 << 20
 
 @contextmanager
 def board(directory: Path) -> Iterator[Inventory]:
-    """Inside the block this thread reaches the board over ssh alone."""
+    """Run a board that this thread reaches over ssh alone inside the block."""
     sshd = shutil.which("sshd", path=search_path())
     if sshd is None:
         raise FlowspecError("sshd is missing (Debian package openssh-server)")
@@ -93,7 +93,7 @@ def write_model(directory: Path, size: int) -> Manifest:
 
 
 def ssh_alone(inventory: Inventory, size: int) -> float:
-    """Seconds for ``size`` zeros, the connection included."""
+    """Measure the seconds for ``size`` zeros, the connection included."""
     runner = SshRunner(inventory, inventory.verify[0], own_connection=True)
     start = time.perf_counter()
     with subprocess.Popen(["head", "-c", str(size), "/dev/zero"], stdout=subprocess.PIPE) as zeros:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import json
 import os
 import re
 import shlex
@@ -12,9 +10,10 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pytest
+from kits import documents
 
 import flowspec_edge
 from flowspec_edge import (
@@ -65,12 +64,8 @@ def test_the_strategy_of_the_guide_runs(tmp_path: Path) -> None:
 
 
 def test_the_reference_is_that_of_the_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.spec_from_file_location("build_api", ROOT / "docs" / "build_api.py")
-    assert found is not None
-    assert found.loader is not None
-    found.loader.exec_module(script := importlib.util.module_from_spec(found))
     monkeypatch.setattr(sys, "argv", ["build_api.py", "--check"])
-    assert script.main() == 0, "run docs/build_api.py"
+    assert documents.builder("build_api").main() == 0, "run docs/build_api.py"
 
 
 def test_the_package_is_imported_without_the_heavy_libraries() -> None:
@@ -137,19 +132,13 @@ def test_requests_together_and_in_pieces(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_an_installed_strategy_has_a_name_in_every_command(tmp_path: Path) -> None:
-    site, figures = tmp_path / "site", tmp_path / "figures.json"
+def test_the_example_can_be_installed(tmp_path: Path) -> None:
+    """What commands do with an entry point's strategy: test_from_outside.py."""
+    site = tmp_path / "site"
     made = run("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation",
                "--disable-pip-version-check", "--target", str(site), str(EXAMPLE))
     assert made.returncode == 0, made.stderr
     assert "two_chains" in run("-m", "flowspec_edge", "strategies", path=site).stdout
-    done = run("-m", "flowspec_edge", "bench", "run", "--strategies", "two_chains,autoregressive", "--limit",
-               "1", "--max-new-tokens", "12", "--json", str(figures), "--set", "two_chains_levels=2",
-               path=site)
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(figures.read_text(encoding="utf-8"))
-    assert {row["strategy"] for row in report["rows"]} == {"two_chains", "autoregressive"}
-    assert report["settings"]["two_chains_levels"] == 2
 
 
 class Abstract(TreeStrategy):
@@ -254,21 +243,11 @@ def test_a_float_has_the_bounds_that_it_declares() -> None:
         Params(segment=2.5)
 
 
-def test_what_a_property_raises_ends_the_request_alone(cluster: Cluster) -> None:
-    for name, reason in (("max_in_flight", "KeyError"), ("wants_stage_times", "KeyError"),
-                         ("allows_early_send", "KeyError"), ("prompt_taps", "SystemExit")):
-        kind: type[BaseException] = SystemExit if reason == "SystemExit" else KeyError
+def _raises(kind: type[BaseException]) -> property:
+    def fails(self: Faulty) -> int:
+        raise kind("nowhere")
 
-        def fails(self: Faulty, kind: type[BaseException] = kind) -> int:
-            raise kind("nowhere")
-
-        broken = type("Broken", (Faulty,), {"name": f"broken_{name}", name: property(fails),
-                                            "begin_round": lambda self: None, "__module__": __name__})
-        globals()["Broken"] = broken
-        says = rf"^the strategy broken_{name} (failed: {reason}|does nothing)"
-        with pytest.raises(RequestFailed, match=says):
-            cluster.generate("import os", strategy=f"{__name__}:Broken", max_new_tokens=4)
-    assert len(cluster.generate("import os", max_new_tokens=4).tokens) == 4
+    return property(fails)
 
 
 def _no_init(self: Faulty, *values: object) -> None:
@@ -281,6 +260,9 @@ def _adds_for_ever(self: Faulty) -> None:
 
 
 @pytest.mark.parametrize(("member", "value", "says"), [
+    ("max_in_flight", _raises(KeyError), "failed: KeyError"),
+    ("wants_stage_times", _raises(KeyError), "failed: KeyError"),
+    ("prompt_taps", _raises(SystemExit), "failed: SystemExit"),
     ("max_in_flight", None, "has a max_in_flight of None, not a number of segments"),
     ("max_in_flight", 0, "has a max_in_flight of 0, not a number of segments"),
     ("prompt_taps", "abc", "has prompt_taps of 'abc', not a tuple of layers"),
@@ -289,7 +271,7 @@ def _adds_for_ever(self: Faulty) -> None:
 ])
 def test_what_a_strategy_is_made_of_is_checked(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, member: str,
                                                value: object, says: str) -> None:
-    monkeypatch.setattr(registry, "_loaded", {})
+    """What is wrong ends the request alone."""
     made = type("Made", (Faulty,), {"name": "made", "begin_round": lambda self: None, member: value,
                                     "__module__": __name__})
     monkeypatch.setitem(globals(), "Made", made)

@@ -1,8 +1,10 @@
-"""What a change costs in files: each dummy is added to a copy of the package, is tried there, and counted."""
+"""What a change costs in files: each dummy is added to a copy of the package, in few files, and is tried there.
+
+Strategies and kinds of draft models cost none of the package's own: test_from_outside.py.
+"""
 
 from __future__ import annotations
 
-import filecmp
 import os
 import shutil
 import subprocess
@@ -14,44 +16,37 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-Edit = Callable[[str], str]  # from a file's text, "" if there is no such file yet
-
-
-def whole(text: str) -> Edit:
-    """A new file."""
-    def edit(before: str) -> str:
-        assert not before
-        return text
-    return edit
-
-
-def inserted(text: str, before: str) -> Edit:
-    """``text`` in front of ``before``, which the file has once."""
-    def edit(old: str) -> str:
-        assert old.count(before) == 1, before
-        return old.replace(before, text + before)
-    return edit
+Edit = Callable[[str], str]  # from a file's text
 
 
 def replaced(before: str, after: str) -> Edit:
+    """Of what the file has once."""
     def edit(old: str) -> str:
         assert old.count(before) == 1, before
         return old.replace(before, after)
     return edit
 
 
+def inserted(text: str, before: str) -> Edit:
+    return replaced(before, text + before)
+
+
 @dataclass(frozen=True)
 class Change:
-    """``edits`` by file below ``flowspec_edge``; ``most`` files; ``probe``: a program that fails if the change
-    is not complete, with MODEL, PROMPTS and OUT as its arguments."""
+    """``edits`` by file below ``flowspec_edge``; ``probe``: a program that fails if the change is not complete, with
+    MODEL, PROMPTS and OUT as its arguments."""
 
     edits: Mapping[str, Edit]
-    most: int
     probe: str
 
 
-_BENCH = """
-import json, sys
+CHANGES = {
+    "family": Change({
+        # A family of transformers that this package does not run, whose layers are Llama's with biases.
+        "model/families.py": inserted('    Family("seed_oss", form=LayerForm(query_biases=True)),\n',
+                                      '    Family("mistral", {'),
+    }, """
+import json, shutil, sys, torch
 from pathlib import Path
 from flowspec_edge.cli.main import main
 model, prompts, out = map(Path, sys.argv[1:])
@@ -63,44 +58,7 @@ def bench(directory, *options):
     [row] = json.loads(file.read_text())["rows"]
     assert row["identical"], row
     return row
-"""
 
-_RECORDS = "_OWN = {kind.name: kind for kind in (\n"
-CHANGES = {
-    "strategy": Change({
-        "strategies/dummy.py": whole(
-            "from flowspec_edge.strategies.autoregressive import Autoregressive\n\n\n"
-            "class Dummy(Autoregressive):\n    name = \"dummy\"\n    summary = \"does nothing new\"\n"),
-        "strategies/registry.py": inserted('    "dummy": "dummy:Dummy",\n', '    "autoregressive": "'),
-    }, 2, _BENCH + """
-assert main(["strategies", "dummy"]) == 0
-assert bench(model, "--strategies", "dummy")["strategy"] == "dummy"
-assert "dummy" in {row["strategy"] for row in [bench(model, "--strategies", "dummy", "--temperature", "1")]}
-"""),
-    "draft kind": Change({
-        "drafting/eagle/dummy.py": whole(
-            "from flowspec_edge.drafting.eagle.eagle2 import Eagle2Format\n\n\n"
-            "class DummyFormat(Eagle2Format):\n    pass\n\n\nFORMAT = DummyFormat()\n"),
-        "model/draft_kinds.py": replaced(
-            _RECORDS, _RECORDS + '    DraftKind("dummy", "dummy", "dummy head", '
-            '"flowspec_edge.drafting.eagle.dummy", (0, 32), files_of="eagle2"),\n'),
-    }, 3, _BENCH + """
-own = out / "own"
-own.mkdir()
-(own / "target").symlink_to(model / "target")
-(own / "dummy").symlink_to(model / "eagle2")
-assert bench(own, "--strategies", "flowspec", "--set", "draft=dummy")["draft"] == "dummy"
-sharded = out / "sharded"
-assert main(["models", "shard", "--model", str(own), "--out", str(sharded), "--stages", "2"]) == 0
-assert bench(sharded, "--strategies", "flowspec", "--set", "draft=dummy", "--stages", "2")["draft"] == "dummy"
-assert main(["plan", "--model", str(own), "--devices", "orin-nano-8gb:3"]) == 0
-"""),
-    "family": Change({
-        # A family of transformers that this package does not run, whose layers are Llama's with biases.
-        "model/families.py": inserted('    Family("seed_oss", form=LayerForm(query_biases=True)),\n',
-                                      '    Family("mistral", {'),
-    }, 2, _BENCH + """
-import shutil, torch
 from transformers import AutoModelForCausalLM, SeedOssConfig
 shutil.copytree(model / "target", out / "target")
 (out / "target" / "model.safetensors").unlink()
@@ -125,7 +83,7 @@ bench(sharded, "--strategies", "autoregressive", "--stages", "2")
         "boards/probe/checks.py": inserted(
             '    Check("dummy", Subject, "warning", _DOCTOR, lambda it: [rules.dummy(it.system)]),\n',
             '    Check("apt hold", Subject, "warning", _DOCTOR,'),
-    }, 2, """
+    }, """
 from flowspec_edge.boards.probe.checks import Subject, judge
 from flowspec_edge.boards.probe.facts import BoardFacts, system_facts
 facts = BoardFacts(system=system_facts({"disks": {"/": {"device": 1, "free": 10**12, "writable": True}}}))
@@ -138,7 +96,7 @@ for place in ("bare", "installed", "here"):
             "    return float(torch.zeros(2, dtype=dtype, device=device).abs().max())\n"),
         "boards/probe/checks.py": inserted(
             '    _operation("dummy", "dummy", dtype="fp16"),\n', '    _operation("topk", "topk"),\n'),
-    }, 2, """
+    }, """
 from flowspec_edge.boards.doctor.gpu_report import GpuReport, describe
 from flowspec_edge.boards.probe.checks import CHECKS, judge
 [found] = judge("operations", describe("cpu"), [check for check in CHECKS if check.name == "dummy"])
@@ -151,19 +109,12 @@ assert [check["name"] for check in told["checks"]] == ["dummy"]
                                 "and has a free slot.\"\"\"\n\n    session: int\n    epoch: int\n    run: int\n"
                                 "    hint: int = 0\n"),
         "transport/codec.py": replaced("m.Credit: _RUN,", 'm.Credit: {**_RUN, "hint": Int()},'),
-    }, 2, """
+    }, """
 from flowspec_edge.messages import Credit
 from flowspec_edge.transport.codec import decode, encode
 assert decode(encode(Credit(1, 0, 2, hint=7))) == Credit(1, 0, 2, hint=7)
 """),
 }
-
-
-def changed_files(one: Path, other: Path) -> set[str]:
-    """Python files that differ, or that only one of two trees has."""
-    trees = [{str(path.relative_to(root)): path for path in root.rglob("*.py")} for root in (one, other)]
-    return {name for name in trees[0].keys() | trees[1].keys()
-            if not (name in trees[0] and name in trees[1] and filecmp.cmp(trees[0][name], trees[1][name], False))}
 
 
 @pytest.mark.slow
@@ -176,14 +127,10 @@ def test_a_change_touches_few_files(what: str, model: Path, tmp_path: Path) -> N
         (copy / name).symlink_to(ROOT / name)
     for name, edit in change.edits.items():
         file = copy / "flowspec_edge" / name
-        file.write_text(edit(file.read_text() if file.exists() else ""))
+        file.write_text(edit(file.read_text()))
     prompts, out = tmp_path / "p.jsonl", tmp_path / "out"
     prompts.write_text('{"prompt": "import os\\n"}\n')
     out.mkdir()
-    touched = changed_files(ROOT / "flowspec_edge", copy / "flowspec_edge")
-    assert touched == change.edits.keys()
-    assert len(touched) <= change.most
-
     done = subprocess.run([sys.executable, "-c", change.probe, str(model), str(prompts), str(out)],
                           cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True,
                           check=False)

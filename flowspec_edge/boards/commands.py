@@ -56,30 +56,36 @@ _waits_lock = threading.Lock()
 
 
 class Unreached(FlowspecError):
-    """No answer: ssh failed, or the board exceeded a time limit."""
+    """The error for a board that gives no answer: ssh failed, or the board exceeded a time limit."""
 
 
 class Runner(ABC):
     login_s: float | None = None  # until a command begins; None: it begins at once
 
     def __init__(self, device_name: str, timeout_s: float) -> None:
-        """``device_name``: the device's name in error messages; ``timeout_s``: for a command, or for each thing
-        that it says it is doing (``onboard.tools.doing``) unless that says how long it may take."""
+        """Set up commands on one device.
+
+        device_name  the device's name in error messages
+        timeout_s    for a command, or for each thing that it says it is doing (``onboard.tools.doing``) unless that
+                     says how long it may take
+        """
         self.device_name, self._timeout_s = device_name, timeout_s
 
     @abstractmethod
     def command(self, argv: Sequence[str]) -> list[str]:
-        """The local command that runs ``argv`` on the device, with stdin and stdout connected."""
+        """Return the local command that runs ``argv`` on the device, with stdin and stdout connected."""
 
     def announced(self, argv: Sequence[str]) -> list[str]:
-        """``command``; over ssh it prints ``BEGUN`` before ``argv`` runs, for ``await_begin``."""
+        """Return ``command`` of ``argv``; over ssh it prints ``BEGUN`` before ``argv`` runs, for ``await_begin``."""
         if self.login_s is None:
             return self.command(argv)
         return self.command(["sh", "-c", f'echo; echo "{BEGUN}"; exec "$@"', "sh", *argv])
 
     def await_begin(self, stdout: int) -> None:
-        """Read ``stdout`` up to the line that ``announced`` prints, or to its end; Unreached if neither comes
-        in time."""
+        """Read ``stdout`` up to the line that ``announced`` prints, or to its end.
+
+        Raise Unreached if neither comes in time.
+        """
         if self.login_s is None:
             return
         received, deadline = b"", time.monotonic() + self.login_s
@@ -94,7 +100,7 @@ class Runner(ABC):
             received = received[-_MOST_NOISE:] + more
 
     def hangs_at_login(self, output: bytes) -> Unreached:
-        """The error if no command begins; ``output``: what came instead."""
+        """Return the error for a command that has not begun; ``output`` is what came instead."""
         last = last_line(output.decode(errors="replace"))
         return Unreached(
             f"{self.device_name}: ssh reaches it, and no command began within {self.login_s:g} s"
@@ -103,10 +109,10 @@ class Runner(ABC):
               "~/.bashrc, or a command that sshd forces; ssh there by hand shows it")
 
     def run(self, argv: Sequence[str], stdin: str | IO[bytes] | None = None) -> str:
-        """The stdout of ``argv``; ``stdin``: a text or an open file.
+        """Run ``argv`` on the device and return its stdout; ``stdin`` is a text or an open file.
 
-        FlowspecError, with the last line of stderr, if it cannot be started or fails; Unreached if ssh fails
-        or the board exceeds a time limit.
+        Raise FlowspecError, with the last line of stderr, if the command cannot be started or fails.  Raise Unreached
+        if ssh fails or the board exceeds a time limit.
         """
         name, local = argv[0], self.announced(argv)
         try:
@@ -127,7 +133,7 @@ class Runner(ABC):
 
     def _exchange(self, name: str, local: Sequence[str], stdin: str | IO[bytes] | None, stderr: IO[bytes]
                   ) -> tuple[int, bytes]:
-        """Exit code and stdout."""
+        """Run ``local`` with ``stdin``; return its exit code and stdout."""
         with subprocess.Popen(local, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, bufsize=0,
                               env={**os.environ, "PATH": search_path()}) as client:
             try:
@@ -165,7 +171,7 @@ def _feed(stdin: IO[bytes], payload: Any) -> None:
 
 
 class LocalRunner(Runner):
-    """``prefix`` goes before each command, such as nsenter with its options."""
+    """A runner on this machine; ``prefix`` goes before each command, such as nsenter with its options."""
 
     def __init__(self, device_name: str = "this machine", prefix: Sequence[str] = (),
                  timeout_s: float = TIMEOUT_S) -> None:
@@ -189,14 +195,14 @@ def _waiting_for(board: str) -> Iterator[None]:
 
 
 def waited_for() -> list[tuple[str, float]]:
-    """The boards that are being waited for, and for how many seconds, the longest first."""
+    """Return the boards that are being waited for, and for how many seconds, the longest first."""
     with _waits_lock:
         waits = sorted(_waits.values(), key=lambda wait: wait[1])
     return [(board, time.monotonic() - since) for board, since in waits]
 
 
 def failure(name: str, argv: Sequence[str], code: int, stderr: str) -> str:
-    """How the command ``name``, run as the local ``argv``, failed: the end of a sentence."""
+    """Return how the command ``name``, run as the local ``argv``, failed: the end of a sentence."""
     if argv[0] == "ssh" and code < 0:
         return f"ssh: the connection is lost: its client on this machine was {ended(code)}"
     if _by_ssh(argv, code):
@@ -223,12 +229,12 @@ def search_path() -> str:
 
 
 def as_root(argv: Sequence[str]) -> list[str]:
-    """``argv`` as root: by sudo without a password, unless the user is root."""
+    """Return the command for ``argv`` as root: by sudo without a password, unless the user is root."""
     return ["sh", "-c", '[ "$(id -u)" = 0 ] || set -- sudo -n -- "$@"; exec "$@"', "sh", *argv]
 
 
 def on_each(function: Callable[[_Board], _Result], boards: Sequence[_Board]) -> list[_Result]:
-    """``function`` of all boards at once; the results in their order."""
+    """Call ``function`` for all boards at once; return the results in the boards' order."""
     with ThreadPoolExecutor(max(1, len(boards))) as pool:
         return list(pool.map(function, boards))
 
@@ -243,17 +249,20 @@ def end_process(client: subprocess.Popen[bytes]) -> None:
 
 
 def missing_tools(packages: Iterable[tuple[str, str]]) -> list[str]:
-    """Of (tool, Debian package), the tools that this machine lacks, each with its package."""
+    """Return the tools that this machine lacks, each with its package; ``packages``: (tool, Debian package)."""
     return [f"{tool} (Debian package {package})" for tool, package in packages
             if shutil.which(tool, path=search_path()) is None]
 
 
 class SshRunner(Runner):
-    """Never prompts: a password or an unknown host key is an error."""
+    """A runner over ssh, which never prompts: a password or an unknown host key is an error."""
 
     def __init__(self, inventory: Inventory, device: DeviceEntry, timeout_s: float = TIMEOUT_S,
                  own_connection: bool = False) -> None:
-        """``own_connection``: no ControlMaster sharing, so that the remote sshd ends with this command."""
+        """Set up ssh to ``device``.
+
+        own_connection  no ControlMaster sharing, so that the remote sshd ends with this command
+        """
         super().__init__(device.label, timeout_s)
         configured = _configured(inventory, device)
         # Nothing can be asked; a command or forwardings of the user's are for a terminal.
@@ -274,13 +283,13 @@ class SshRunner(Runner):
         return [*self._ssh, f"exec {shlex.join(argv)}"]
 
     def connecting(self, host: str, port: int) -> list[str]:
-        """The local command whose stdin and stdout are a TCP connection from the board to ``host``."""
+        """Return the local command whose stdin and stdout are a TCP connection from the board to ``host``."""
         *options, end, address = self._ssh
         return [*options, "-W", place_of(host, port), end, address]
 
 
 def _file_options(inventory: Inventory, device: DeviceEntry) -> list[str]:
-    """The arguments for what the cluster file says of ssh; the user's configuration decides the rest."""
+    """Return the arguments for what the cluster file says of ssh; the user's configuration decides the rest."""
     options: dict[str, str | int] = {}
     if device.ssh_port:
         options["Port"] = device.ssh_port
@@ -297,8 +306,11 @@ def _as_options(options: Mapping[str, str | int]) -> list[str]:
 
 
 def _configured(inventory: Inventory, device: DeviceEntry) -> dict[str, str]:
-    """What ssh would use for the board, by the option's name in lower case: from the cluster file, the user's
-    configuration and ssh's defaults.  Empty if ssh cannot say, which the connection then explains."""
+    """Return what ssh would use for the board, by the option's name in lower case.
+
+    The options come from the cluster file, the user's configuration and ssh's defaults.  Empty if ssh cannot say,
+    which the connection then explains.
+    """
     try:
         completed = subprocess.run(["ssh", "-G", *_file_options(inventory, device), "--", device.address],
                                    stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
@@ -310,12 +322,12 @@ def _configured(inventory: Inventory, device: DeviceEntry) -> dict[str, str]:
 
 
 def ssh_port(inventory: Inventory, device: DeviceEntry) -> int:
-    """Where the board's sshd listens, by the cluster file, else by the user's configuration."""
+    """Return the port of the board's sshd, by the cluster file, else by the user's configuration."""
     return device.ssh_port or int(_configured(inventory, device).get("port", _SSH_PORT))
 
 
 def protected_ports(inventory: Inventory) -> list[int]:
-    """TCP ports with priority on shaped links: control channel and ssh."""
+    """Return the TCP ports with priority on shaped links: the control channel's and ssh's."""
     return sorted({inventory.cluster.control_port,
                    *(ssh_port(inventory, device) for device in inventory.device)})
 
@@ -328,15 +340,15 @@ def runner_for(inventory: Inventory, device: DeviceEntry, timeout_s: float = TIM
 
 
 def python_for(inventory: Inventory, device: DeviceEntry) -> str:
-    """The interpreter for ``runner_for``: ``sys.executable`` if ``device`` is this machine."""
+    """Return the interpreter for ``runner_for``: ``sys.executable`` if ``device`` is this machine."""
     return sys.executable if is_here(inventory, device) else inventory.python(device)
 
 
 def is_here(inventory: Inventory, device: DeviceEntry) -> bool:
-    """Whether ``device`` is this machine, which needs no ssh: one of its addresses is an interface's.
+    """Return whether ``device`` is this machine, which needs no ssh: one of its addresses is an interface's.
 
     False for another ssh port than 22, which may be forwarded from an address of this machine to another one.
-    FlowspecError if the device's name does not resolve.
+    Raise FlowspecError if the device's name does not resolve.
     """
     local_addresses = {address for addresses in ipv4_addresses().values() for address in addresses}
     return (any(address in local_addresses or IPv4Address(address).is_loopback for address in addresses_of(device))

@@ -199,12 +199,12 @@ class Inventory(StrictModel):
 
     @property
     def draft(self) -> DeviceEntry:
-        """D0; UsageError while a role is "auto"."""
+        """The entry of D0; raise UsageError while a role is "auto"."""
         return next(device for device in self._definite() if device.role == "draft")
 
     @property
     def verify(self) -> list[DeviceEntry]:
-        """V1…VN in file order; UsageError while a role is "auto"."""
+        """The entries of V1…VN in file order; raise UsageError while a role is "auto"."""
         return [device for device in self._definite() if device.role == "verify"]
 
     @property
@@ -232,12 +232,15 @@ class Inventory(StrictModel):
         return device.torch_device or self.cluster.torch_device
 
     def power_mode(self, device: DeviceEntry) -> str:
-        """The name of the power mode; "" leaves the board's own."""
+        """Return the name of the power mode; "" leaves the board's own."""
         return self.cluster.power_mode if device.power_mode is None else device.power_mode
 
 
 def load_inventory(path: Path) -> Inventory:
-    """UsageError names the file, line and key.  Relative ssh paths are resolved from the file's directory."""
+    """Read a cluster file; relative ssh paths are resolved from the file's directory.
+
+    UsageError names the file, line and key.
+    """
     if not path.exists():
         raise UsageError(f"there is no cluster file {path}: give another with --cluster, or write one for "
                          f"your boards: flowspec deploy init HOST HOST… --out {shlex.quote(str(path))}")
@@ -249,12 +252,12 @@ def load_inventory(path: Path) -> Inventory:
 
 
 def with_settings(path: Path, settings: Mapping[str, str], boards: Sequence[str] = ()) -> str:
-    """The text of the cluster file ``path`` with other values, which are checked.
+    """Return the text of the cluster file ``path`` with other values, which are checked.
 
     settings  key → value, "" to leave the key out; keys of [cluster], else of every [[device]]
     boards    names; the keys are of their [[device]] entries
 
-    UsageError for an unknown key or board, a wrong value, or a file that is written in another way.
+    Raise UsageError for an unknown key or board, a wrong value, or a file that is written in another way.
     """
     inventory, text = load_inventory(path), path.read_bytes().decode()
     numbers = {device.name: number for number, device in enumerate(inventory.device)}
@@ -286,7 +289,7 @@ def with_settings(path: Path, settings: Mapping[str, str], boards: Sequence[str]
 
 
 def _no_key(key: str, is_setting: bool) -> str:
-    """``is_setting``: it is a key of [cluster], and a board's was looked for."""
+    """Return the error for a missing key; ``is_setting``: it is a key of [cluster], and a board's was looked for."""
     if is_setting:
         return f"{key} is of the whole cluster, not of a board: leave --board out"
     near = get_close_matches(key, [*ClusterSettings.model_fields, *DeviceEntry.model_fields], n=1)
@@ -295,7 +298,7 @@ def _no_key(key: str, is_setting: bool) -> str:
 
 
 def _is_text(annotation: object) -> bool:
-    """Whether the type is or may be a text; a list of texts is none."""
+    """Return whether the type is or may be a text; a list of texts is none."""
     return (annotation is str or isinstance(annotation, str)
             or (get_origin(annotation) is not list and any(map(_is_text, get_args(annotation)))))
 
@@ -324,7 +327,7 @@ def _check_roles(devices: list[DeviceEntry]) -> None:
 
 
 def _check_layers(devices: list[DeviceEntry]) -> None:
-    """Either all verify devices have layers or none has; the ranges are contiguous from layer 0."""
+    """Raise Misplaced unless all verify devices have layers or none has, in contiguous ranges from layer 0."""
     if all(device.layers is None for device in devices):
         return
     before, at = "", 0
@@ -356,7 +359,7 @@ def _layers(lo: int, hi: int) -> str:
 
 
 def device_profile(device: DeviceEntry, path: Path) -> Profile | None:
-    """The board's profile, None if it names none; UsageError if the profile does not exist."""
+    """Return the board's profile, None if it names none; raise UsageError if the profile does not exist."""
     if not device.profile:
         return None
     profile_file = beside(path, device.profile)
@@ -364,14 +367,16 @@ def device_profile(device: DeviceEntry, path: Path) -> Profile | None:
 
 
 def resolve(device: DeviceEntry) -> str:
-    """Return the IPv4 address of ``device`` as seen from here. It is a loopback address only if the name has no other.
-    FlowspecError if the name does not resolve."""
+    """Return the IPv4 address of ``device`` as seen from here.
+
+    It is a loopback address only if the name has no other.  Raise FlowspecError if the name does not resolve.
+    """
     addresses = addresses_of(device)
     return next((address for address in addresses if not ipaddress.IPv4Address(address).is_loopback), addresses[0])
 
 
 def addresses_of(device: DeviceEntry) -> list[str]:
-    """All IPv4 addresses that its name has here; FlowspecError without one."""
+    """Return all IPv4 addresses that the device's name has here; raise FlowspecError without one."""
     try:
         return socket.gethostbyname_ex(device.address)[2]  # within the limits of /etc/resolv.conf
     except OSError as error:

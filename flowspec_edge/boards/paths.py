@@ -54,5 +54,5 @@ def release_dir(release: str) -> str:
 
 
 def model_dir(request: str) -> str:
-    """``request``: of the manifest."""
+    """Return the directory of a model's parts; ``request``: of the manifest."""
     return f"{MODELS}/{request[:16]}"

@@ -60,12 +60,19 @@ class _Stage:
 
 
 class SshBoards:
-    """``spec.BoardStages``: a worker on each verify device; must be used on the inventory's draft device."""
+    """A worker on each verify device, over ssh (``spec.BoardStages``).
+
+    It must be used on the inventory's draft device.
+    """
 
     def __init__(self, inventory: Inventory, model: str, dtype: RunDtype = "fp32",
                  refresh: Callable[[], None] = lambda: None) -> None:
-        """``model``: directory on the boards, the same on all; each needs only its own part.  UsageError
-        without D0's torch device."""
+        """Take the boards and the model that they are to run.
+
+        model  directory on the boards, the same on all; each needs only its own part
+
+        Raise UsageError without D0's torch device.
+        """
         if inventory.cluster.in_image and inventory.cluster.python == PYTHON:
             raise UsageError('runtime = "image": measuring over boards needs a flowspec there outside containers: name '
                              "its interpreter, python in the cluster file, or deploy environments")
@@ -80,7 +87,7 @@ class SshBoards:
     def connect(self) -> Connected:
         """Start the workers without waiting: D0's handshake finds out whether they run.
 
-        Links are encrypted, with keys generated for this run.  FlowspecError if a host name does not resolve.
+        Links are encrypted, with keys generated for this run.  Raise FlowspecError if a host name does not resolve.
         """
         inventory = self._inventory
         try:
@@ -119,7 +126,7 @@ class SshBoards:
         self._undo.close()
 
     def _exited(self) -> str | None:
-        """The first stage that has exited, and why; None while all run."""
+        """Return the first stage that has exited, and why; None while all run."""
         for stage in self._stages:
             code = stage.client.poll()
             if code is not None:

@@ -115,8 +115,10 @@ class ActiveRequest:
 
 @dataclass(eq=False)
 class _Work:
-    """D0's own work that a driver was told to do. ``done``: the job without requests that failed or had
-    ended; None until it is done, and if none is left."""
+    """D0's own work that a driver was told to do.
+
+    ``done``: the job without requests that failed or had ended; None until it is done, and if none is left.
+    """
 
     job: Job
     handed_out: bool = False  # the driver was told
@@ -136,7 +138,9 @@ class DraftCore:
                  numbers: Callable[[], int], stages: int, curve: SlotCurve | None = None,
                  cache_rows: int | None = None, queue: RequestQueue | None = None,
                  policy: SchedulingPolicy = "fair") -> None:
-        """make        creates a request's draft session; what it raises, the request gets
+        """Set up a core without requests.
+
+        make        creates a request's draft session; what it raises, the request gets
         clock       seconds
         numbers     a session's number has to exceed this one
         curve       learns a segment's time in each stage from the stages' reports
@@ -231,7 +235,7 @@ class DraftCore:
                 self._abandon(event.error)
 
     def charge(self, session: int, size: int) -> None:
-        """A message of ``size`` bytes went over a link for this session."""
+        """Count a message of ``size`` bytes that went over a link for this session."""
         for request in self._requests:
             if request.newest is not None and request.session == session:
                 request.bytes += size
@@ -294,9 +298,11 @@ class DraftCore:
                 request.handle.set_cancelled()
 
     def _give_places(self) -> None:
-        """Begin requests, as far as there are places and there is room in the stages' caches; take places away
-        from those that have to give way, once between two waits or works: it takes milliseconds to find them
-        among many callers. A request without room keeps all others from beginning."""
+        """Begin requests, as far as there are places and there is room in the stages' caches.
+
+        Take places away from those that have to give way, once between two waits or works: it takes milliseconds to
+        find them among many callers. A request without room keeps all others from beginning.
+        """
         while True:
             for request in self._in_state(RequestState.PLACED):
                 if not self.pool.fits(session_rows(request.handle.request, self._stages)):
@@ -319,8 +325,10 @@ class DraftCore:
         self._requests.append(request)
 
     def _preempt(self, handle: RequestHandle) -> None:
-        """Close the session of a request that has lost its place, if it is open. The stages retain its rows
-        while there is room."""
+        """Close the session of a request that has lost its place, if it is open.
+
+        The stages retain its rows while there is room.
+        """
         request = self._request_of(handle)
         assert request is not None
         if request.state is RequestState.OPEN:
@@ -340,8 +348,10 @@ class DraftCore:
         self.queue.leave(request.handle)
 
     def _open(self, request: ActiveRequest) -> None:
-        """Open a session that continues the request's earlier one, if any; a request that cannot run gets its
-        error immediately."""
+        """Open a session that continues the request's earlier one, if any.
+
+        A request that cannot run gets its error immediately.
+        """
         self.newest_session = session = max(self.newest_session, self._numbers()) + 1
         try:
             request.newest = self._make(request.handle, session, request.newest)
@@ -364,8 +374,10 @@ class DraftCore:
     # ---- D0's work -----------------------------------------------------------------------------
 
     def _do_work(self) -> None:
-        """Do the job, without requests that are not open any more: a request may be cancelled after its work
-        was chosen, while a segment goes ahead of it."""
+        """Do the job, without requests that are not open any more.
+
+        A request may be cancelled after its work was chosen, while a segment goes ahead of it.
+        """
         work = self._work
         if work is None:  # stages were lost meanwhile
             return
@@ -433,15 +445,17 @@ class DraftCore:
             self._observer.observe(StageTimes(times.session, self._clock(), times))
 
     def _learn(self, times: Computed) -> None:
-        """A stage's time counts, whether or not the request has ended meanwhile."""
+        """Take a stage's time into the curve, whether or not the request has ended meanwhile."""
         if self._curve is not None:
             self._curve.observe(times.stage, times.batch_rows, (times.end - times.start) * 1e-6)
 
     # ---- losses --------------------------------------------------------------------------------
 
     def _suspend(self, reason: str) -> None:
-        """Keep unfinished requests until the stages are back, and have the others answered. A request that
-        repeatedly loses stages without progress ends with PeerLost and ``reason``."""
+        """Keep unfinished requests until the stages are back, and have the others answered.
+
+        A request that repeatedly loses stages without progress ends with PeerLost and ``reason``.
+        """
         self._outage = True
         self._forget_stages()  # they may come back on other devices
         if self._curve is not None:
@@ -486,7 +500,7 @@ class DraftCore:
     # ---- results -------------------------------------------------------------------------------
 
     def _complete(self, request: ActiveRequest) -> None:
-        """The answer is complete: close the session, if the stages have one, and await their reports."""
+        """End a complete answer: close the session, if the stages have one, and await their reports."""
         if request.state is RequestState.OPEN:
             request.report_deadline = self._clock() + _LAST_REPORT_S
             self._close(request)
@@ -532,7 +546,7 @@ class DraftCore:
             request.handle.set_result(result)
 
     def _end_failed(self) -> None:
-        """What one request's strategy, drafter or sampling raises ends that request; the others go on."""
+        """End the requests whose strategy, drafter or sampling raised an error; the others go on."""
         failures, self._failures = self._failures, []
         for draft_session, error in failures:
             request = self._open_request(draft_session.builder.session)
@@ -545,7 +559,7 @@ class DraftCore:
             self._fail(request, error)
 
     def _fail(self, request: ActiveRequest, error: BaseException) -> None:
-        """The request gets its error when its Close, if any, is on its way."""
+        """Give the request its error when its Close, if any, is on its way."""
         if request.newest is not None:
             self._observer.observe(SessionEnded(request.session, self._clock(), None))
         self._end(request, RequestEvent.FAILS)

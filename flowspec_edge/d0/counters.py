@@ -1,4 +1,6 @@
-"""Growth of heartbeat counters since the previous heartbeat, and a stage's log line (level INFO):
+"""Growth of heartbeat counters since the previous heartbeat, and a stage's log line.
+
+The line has the level INFO:
 
     V2  compute   61 ms  wait   12 ms  in   1.2 MB  out   1.2 MB  rows   412  tokens    31
 """

@@ -23,7 +23,9 @@ from flowspec_edge.tree.acceptance import AcceptanceWeights
 
 
 class DraftSessions(ABC):
-    """``DraftModels`` computes with weights; ``drivers.virtual.recorded.RecordedSessions`` looks them up.
+    """The draft sessions of a model.
+
+    ``DraftModels`` computes with weights; ``drivers.virtual.recorded.RecordedSessions`` looks them up.
 
     head        what D0 asks of the target
     has_drafts  what draft models there are
@@ -44,7 +46,7 @@ class DraftSessions(ABC):
         """Return a drafter for a session, with the draft model of ``kind``."""
 
     def check(self, request: Request) -> None:
-        """UsageError for a request that cannot run on this model."""
+        """Raise UsageError for a request that cannot run on this model."""
         length = len(request.prompt) + request.max_new_tokens
         if length > self._limit:
             raise UsageError(

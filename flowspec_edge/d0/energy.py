@@ -13,8 +13,10 @@ Device = TypeVar("Device")
 
 
 def cluster_energy(processes: Iterable[HeartbeatCounters]) -> tuple[float | None, float | None]:
-    """Sum a session's joules, in total and above idle, over the processes' ``SessionEnergy.close``;
-    each board counts once. None if a board is missing: such a sum could not be compared."""
+    """Sum a session's joules, in total and above idle, over the processes' ``SessionEnergy.close``.
+
+    Each board counts once. None if a board is missing: such a sum could not be compared.
+    """
     boards: dict[float, HeartbeatCounters] = {}
     for energy in processes:
         if not {"session_j", "board"} <= energy.keys():

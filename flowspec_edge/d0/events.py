@@ -52,8 +52,10 @@ class Learned:
 
 @dataclass(frozen=True)
 class Worked:
-    """The work of the last Compute is done; it took from ``start`` to ``end``, in seconds. ``late_s``: by how
-    much it exceeded the emulated time."""
+    """The work of the last Compute is done; it took from ``start`` to ``end``, in seconds.
+
+    ``late_s``: by how much it exceeded the emulated time.
+    """
 
     start: float
     end: float
@@ -62,8 +64,9 @@ class Worked:
 
 @dataclass(frozen=True)
 class Reported:
-    """The stages' figures of a session that is being closed: all have come, or the core asked for those that
-    have (Finish).
+    """The stages' figures of a session that is being closed.
+
+    All stages have reported, or the core asked for the reports that have come (Finish).
 
     stages  final counters, by stage
     slot_s  time of one segment in the slowest stage; 0: as the stages report
@@ -90,8 +93,10 @@ class Back:
 
 @dataclass(frozen=True, eq=False)
 class Abandoned:
-    """Every request that has begun and whose answer is incomplete ends with ``error``. No other one begins
-    before the next Wait."""
+    """Every request that has begun and whose answer is incomplete ends with ``error``.
+
+    No other one begins before the next Wait.
+    """
 
     error: BaseException
 

@@ -20,7 +20,10 @@ Caller = tuple[str, ...]
 
 
 class _Entry(NamedTuple):
-    """``due``: the arrival, plus the aging time for every step of priority; ``number`` counts arrivals."""
+    """An item that waits.
+
+    ``due``: the arrival, plus the aging time for every step of priority; ``number`` counts arrivals.
+    """
 
     due: float
     priority: int
@@ -36,7 +39,9 @@ class FairQueue(Generic[T]):
     def __init__(self, clock: Callable[[], float], aging_s: float, places: float = 1,
                  stuck: Callable[[T], bool] = lambda item: False,
                  turn_over: Callable[[T], bool] = lambda item: False) -> None:
-        """aging_s    seconds of waiting that count as one step of priority: an item overtakes its caller's
+        """Set up an empty queue.
+
+        aging_s    seconds of waiting that count as one step of priority: an item overtakes its caller's
                    earlier ones only if they came at most so long before it for each step of its advantage
         stuck      whether an item can use its place only after other items have left theirs
         turn_over  whether an item has had its place for as long as it may while a caller without one waits
@@ -77,8 +82,11 @@ class FairQueue(Generic[T]):
         return list(self._placed)
 
     def admits(self, caller: Caller, limit: int) -> bool:
-        """Return whether the caller may put an item: if there are fewer than ``limit`` items, or if at some
-        level the caller has fewer than its share. Callers with items share the limit, level by level."""
+        """Return whether the caller may put an item.
+
+        It may if there are fewer than ``limit`` items, or if at some level the caller has fewer than its share.
+        Callers with items share the limit, level by level.
+        """
         if len(self._entries) < limit:
             return True
         share = limit
@@ -91,8 +99,11 @@ class FairQueue(Generic[T]):
         return False
 
     def put(self, caller: Caller, item: T, priority: int = 0) -> None:
-        """Queue an item. Of one caller's items, those with lower numbers of priority go first. A new caller
-        comes after the callers that wait."""
+        """Queue an item.
+
+        Of one caller's items, those with lower numbers of priority go first. A new caller comes after the callers
+        that wait.
+        """
         number = next(self._numbers)
         entry = _Entry(self._clock() + priority * self._aging_s, priority, number)
         self._entries[item] = caller, entry
@@ -122,13 +133,17 @@ class FairQueue(Generic[T]):
         insort(self._waiting.setdefault(caller, []), (self._entries[item][1], item), key=_entry)
 
     def has_turn(self) -> bool:
-        """Return whether an item waits and can be taken. None can while another item is stuck, because the
-        stuck one comes first."""
+        """Return whether an item waits and can be taken.
+
+        None can while another item is stuck, because the stuck one comes first.
+        """
         return bool(self._waiting) and len(self._placed) < self.places and self._first_stuck() is None
 
     def loser(self) -> T | None:
-        """Return the item that has to leave its place, if any: for an item that is stuck, or else, if all
-        places are taken, for one that waits."""
+        """Return the item that has to leave its place, if any.
+
+        It leaves for an item that is stuck, or else, if all places are taken, for one that waits.
+        """
         if (stuck := self._first_stuck()) is not None:
             rival = self._rival_of_waiting(_lasts)
             if rival is not None and self.placed.index(rival) >= self.placed.index(stuck):
@@ -137,8 +152,10 @@ class FairQueue(Generic[T]):
         return self._rival_of_waiting(self._turn_over) if len(self._placed) >= self.places else None
 
     def _rival_of_waiting(self, turn_over: Callable[[T], bool]) -> T | None:
-        """The rival of the first waiting caller that has one. The next caller may have its share already,
-        while a caller behind it has no place at its level."""
+        """Return the rival of the first waiting caller that has one.
+
+        The next caller may have its share already, while a caller behind it has no place at its level.
+        """
         for caller in sorted(self._waiting, key=self._rank):
             if (rival := self._rival(caller, turn_over)) is not None:
                 return rival
@@ -148,8 +165,9 @@ class FairQueue(Generic[T]):
         return next((item for item in self._placed if self._stuck(item)), None)
 
     def _rival(self, caller: Caller, turn_over: Callable[[T], bool], stuck: T | None = None) -> T | None:
-        """Return the item that gives way to an item of ``caller``: to ``stuck``, which has a place, or to an
-        item without a place.
+        """Return the item that gives way to an item of ``caller``.
+
+        The item of ``caller`` is ``stuck``, which has a place, or has no place yet.
 
         Two callers are compared at the first level where they differ. A caller with two places more than the
         other gives up its newest place; a caller with a single place gives it up, when its turn is over, to a
@@ -217,8 +235,11 @@ class FairQueue(Generic[T]):
         return min(self._waiting, key=self._rank)
 
     def _rank(self, caller: Caller) -> list[tuple[int, int]]:
-        """Orders callers: at each level, the caller with the fewest places comes first, and of equals the one
-        whose last turn is longest ago."""
+        """Return a caller's place in the order of callers.
+
+        At each level, the caller with the fewest places comes first, and of equals the one whose last turn is
+        longest ago.
+        """
         return [(self._place_counts[prefix], self._turns[prefix]) for prefix in _prefixes(caller)]
 
 

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 
 class Generation:
-    """``finish_reason`` is None while the answer is incomplete; ``grammar``, ``penalties`` and
-    ``restrictions`` are at its newest token, if the request has any."""
+    """An answer while it is made; ``finish_reason`` is None while it is incomplete.
+
+    ``grammar``, ``penalties`` and ``restrictions`` are at its newest token, if the request has any.
+    """
 
     def __init__(self, request: Request, clock: Callable[[], float]) -> None:
         self.tokens: list[int] = []
@@ -48,13 +50,15 @@ class Generation:
                                 for field in fields(TokenCounters)))
 
     def prefilled(self) -> None:
-        """Decoding begins, unless it began in an earlier session."""
+        """Begin to count decoding, unless it began in an earlier session."""
         if not self.tokens:
             self._first_at = self._clock()
 
     def extend(self, commits: Sequence[Commit], likelihoods: Sequence[Likelihood]) -> None:
-        """Accept tokens, up to the end of sequence, the limit, or the end of the grammar; ``likelihoods``:
-        one per token, or empty."""
+        """Accept tokens, up to the end of sequence, the limit, or the end of the grammar.
+
+        ``likelihoods``: one per token, or empty.
+        """
         for index, commit in enumerate(commits):
             if commit.token in self._request.stop_ids:
                 self.finish_reason, self._stop_id = "stop", commit.token
@@ -94,7 +98,9 @@ class Generation:
     def result(self, counters: TokenCounters, rounds_before: int, slot_s: float, bytes_sent: int,
                stages: tuple[dict[str, float], ...], reused: int, draft: str,
                prompt_chunk: int) -> Result:
-        """counters       of the last session's strategy
+        """Make the request's result.
+
+        counters       of the last session's strategy
         rounds_before  its rounds before the last acceptance, which ends the running round
         slot_s         time of one segment in the slowest stage
 

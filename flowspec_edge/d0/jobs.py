@@ -19,7 +19,7 @@ Failure = tuple[DraftSession, Exception]
 
 @dataclass(frozen=True)
 class Job:
-    """``parts``: outputs to verify, or draft passes of drafters that can share one; one part a request."""
+    """Work of D0: outputs to verify, or draft passes of drafters that can share one; one of ``parts`` a request."""
 
     parts: tuple[tuple[DraftSession, Task], ...]
 
@@ -32,13 +32,16 @@ class Job:
         return tuple(draft_session.builder.session for draft_session, _ in self.parts)
 
     def without(self, sessions: Sequence[int]) -> Job | None:
-        """The job for the other requests, if there are any."""
+        """Return the job for the other requests, if there are any."""
         parts = tuple(part for part in self.parts if part[0].builder.session not in sessions)
         return Job(parts) if parts else None
 
     def complete(self) -> list[Failure]:
-        """Do the work; return the requests that failed, with their errors. An error in a request's own
-        strategy, drafter or sampling fails this request alone, an error in the common work fails all."""
+        """Do the work; return the requests that failed, with their errors.
+
+        An error in a request's own strategy, drafter or sampling fails this request alone, an error in the common
+        work fails all.
+        """
         try:
             if len(self.parts) > 1:
                 return self._draft() if self.is_draft else self._verify()

@@ -23,7 +23,7 @@ class LmHead:
     """A ``target.Target``."""
 
     def __init__(self, head: Tensor | OutputHead) -> None:
-        """``head``: the target's output matrix [V, H], or a module of it."""
+        """Take the target's output matrix [V, H], or a module of it."""
         self.head = as_output_head(head)
 
     @property
@@ -60,8 +60,10 @@ class LmHead:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compute all that requests may ask for once: on CUDA kernels are loaded on first use, which would
-        take a second of the first sampled request."""
+        """Compute once all that requests may ask for.
+
+        On CUDA kernels are loaded on first use, which would take a second of the first sampled request.
+        """
         values = np.random.default_rng(0).normal(size=(_WARM_ROWS, self.hidden_size))
         states = torch.from_numpy(values).to(self.head.device, self.head.dtype)
         logits, positions = self.logits(states), np.arange(_WARM_ROWS)

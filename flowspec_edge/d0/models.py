@@ -41,12 +41,14 @@ class DraftModels(DraftSessions):
     def __init__(self, model: OpenModel | Path, dtype: str = "fp32", device: torch.device | str = "cpu",
                  slow: Callable[[], AbstractContextManager[None]] = nullcontext, cache_rows: int = 0,
                  record: Recorder | None = None, loaded: Callable[[int], None] = lambda sizes: None) -> None:
-        """device  torch device for lm_head and the draft models; the tree stays on the CPU
-        slow    entered while a draft model is loaded and makes its first passes
+        """Take a model for D0; draft models are loaded when requests first name them.
+
+        device      torch device for lm_head and the draft models; the tree stays on the CPU
+        slow        entered while a draft model is loaded and makes its first passes
         cache_rows  on CUDA: rows for a draft model's caches, of all sessions, which are allocated when it is
-                loaded; 0: each session's grow
-        record  records draft passes over them; None: as CUDA graphs
-        loaded  called when a draft model has been loaded, with the number of its ``graph_sizes``
+                    loaded; 0: each session's grow
+        record      records draft passes over them; None: as CUDA graphs
+        loaded      called when a draft model has been loaded, with the number of its ``graph_sizes``
 
         ``kinds``: of the layers on the stages.
         """

@@ -55,8 +55,10 @@ class CachedPrefix:
 
 @dataclass(frozen=True, eq=False)
 class PrefixHit:
-    """A request reuses the first ``rows`` rows of ``prefix``. Its drafter has read one token more, whose
-    feature is the first that the stages compute."""
+    """A request reuses the first ``rows`` rows of ``prefix``.
+
+    Its drafter has read one token more, whose feature is the first that the stages compute.
+    """
 
     prefix: CachedPrefix
     rows: int
@@ -66,7 +68,7 @@ class PrefixCache:
     """Counts the rows of open sessions, at their capacities, and of retained prefixes."""
 
     def __init__(self, limit: int | None = None) -> None:
-        """``limit``: rows at a time; None: no limit, and no rows are retained."""
+        """Set up an empty cache; ``limit``: rows at a time; None: no limit, and no rows are retained."""
         self._limit = limit
         self._most: int | None = None
         self._reusable: Callable[[int, int, int], int] = lambda text, most, snapshot: most
@@ -74,8 +76,10 @@ class PrefixCache:
         self._retained: dict[int, CachedPrefix] = {}  # by session, the oldest first
 
     def suit(self, kinds: Sequence[CacheKind], most: int) -> None:
-        """For a model whose layers are of ``kinds``; at most ``most`` sessions and prefixes at a time where
-        each takes memory whatever its length."""
+        """Set the cache up for a model whose layers are of ``kinds``.
+
+        It has at most ``most`` sessions and prefixes at a time where each takes memory whatever its length.
+        """
         self._reusable = partial(reusable, kinds)
         self._most = most if any(kind.takes_memory_each for kind in kinds) else None
 
@@ -93,8 +97,10 @@ class PrefixCache:
         return self._limit is None or not self._open or sum(self._open.values()) + rows <= self._limit
 
     def find(self, prompt: Sequence[int], usable: Callable[[CachedPrefix], bool]) -> PrefixHit | None:
-        """Return the prefix with the most rows in common, the newest of equal ones. The hit has at least one
-        row less than prompt and prefix share, so that one is left to compute."""
+        """Return the prefix with the most rows in common, the newest of equal ones.
+
+        The hit has at least one row less than prompt and prefix share, so that one is left to compute.
+        """
         best: PrefixHit | None = None
         for prefix in self._retained.values():
             shared = prefix.shared_with(prompt)
@@ -106,8 +112,10 @@ class PrefixCache:
         return best
 
     def begin(self, session: int, rows: int, parent_session: int = -1) -> tuple[int, ...]:
-        """Begin a session of at most ``rows`` rows, which takes over those of ``parent_session``; return
-        the sessions whose rows the stages still retain."""
+        """Begin a session of at most ``rows`` rows, which takes over those of ``parent_session``.
+
+        Return the sessions whose rows the stages still retain.
+        """
         self._retained.pop(parent_session, None)
         self._open[session] = rows
         while self._limit is not None and self._retained and (
@@ -116,8 +124,10 @@ class PrefixCache:
         return self.retained
 
     def retain(self, draft_session: DraftSession) -> tuple[int, ...]:
-        """End a session; return the numbers of its rows that the stages retain. Empty if too few can be used
-        again, or its drafter cannot. Not for a session whose stages were lost."""
+        """End a session; return the numbers of its rows that the stages retain.
+
+        Empty if too few can be used again, or its drafter cannot. Not for a session whose stages were lost.
+        """
         session, request = draft_session.builder.session, draft_session.request
         drafter = draft_session.drafter
         del self._open[session]

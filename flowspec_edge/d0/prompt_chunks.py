@@ -23,7 +23,7 @@ class PromptSeconds(Protocol):
 
 @dataclass(frozen=True)
 class PromptCurve:
-    """``most``: rows for which every stage has memory."""
+    """The stages' times of a prompt's segments; ``most``: rows for which every stage has memory."""
 
     seconds: PromptSeconds
     most: int = MOST

@@ -21,8 +21,7 @@ OnTokens = Callable[[list[int]], None]
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """A token's probability under the target model: before penalties, temperature, top-k, top-p, min-p,
-    grammar.
+    """A token's probability under the target model: before penalties, temperature, top-k, top-p, min-p, grammar.
 
     logprob  natural logarithm
     top      the ``Request.logprobs`` most likely tokens and their log probabilities, in descending order
@@ -81,8 +80,11 @@ class Stats:
 
 @dataclass(frozen=True)
 class Result:
-    """``tokens`` exclude the prompt and the end-of-sequence id; ``token_at``: when each was accepted, in
-    seconds of the cluster's clock; ``stop_id``: the token that ended it, if one did."""
+    """An answer; ``tokens`` exclude the prompt and the end-of-sequence id.
+
+    ``token_at``: when each was accepted, in seconds of the cluster's clock; ``stop_id``: the token that ended it,
+    if one did.
+    """
 
     tokens: list[int]
     finish_reason: FinishReason
@@ -91,7 +93,7 @@ class Result:
     stop_id: int | None = None
 
     def as_json(self, text: str) -> dict[str, Any]:
-        """The ``generate --json`` object."""
+        """Return the ``generate --json`` object."""
         stats = asdict(self.stats)
         stats["stages"] = list(self.stats.stages)
         return {"tokens": self.tokens, "text": text, "finish_reason": self.finish_reason, "stats": stats}
@@ -128,13 +130,15 @@ class RequestHandle(Future[Result]):
         self.turn_from: float | None = None
 
     def cancel(self) -> bool:
-        """End the request within a turn or two; False if it was done before. Unlike a plain Future it still
-        gets a result: the tokens generated so far, ``cancelled``."""
+        """End the request within a turn or two; False if it was done before.
+
+        Unlike a plain Future it still gets a result: the tokens generated so far, ``cancelled``.
+        """
         self.cancel_requested = True
         return not self.done()
 
     def take(self, event: RequestEvent) -> None:
-        """For the cluster: what happened to the request. RuntimeError if it cannot happen in its state."""
+        """Take an event of the request from the cluster; RuntimeError if it cannot happen in the request's state."""
         self.state = next_state(self.state, event)
 
     @property
@@ -143,14 +147,16 @@ class RequestHandle(Future[Result]):
         return None if self.placed_at is None else self.placed_at - self.arrived_at
 
     def fail(self, error: BaseException) -> None:
-        """End the request with a copy of ``error``. The cluster calls this with one error for all requests, and several
-        threads may raise it."""
+        """End the request with a copy of ``error``.
+
+        The cluster calls this with one error for all requests, and several threads may raise it.
+        """
         raised = copy.copy(error)
         raised.__cause__ = error
         self.set_exception(raised)
 
     def set_cancelled(self) -> None:
-        """For the cluster: the request was cancelled before it began."""
+        """Note, for the cluster, that the request was cancelled before it began."""
         self.set_result(Result([], "cancelled", Stats()))
 
 
@@ -162,7 +168,7 @@ class ClusterState(Enum):
 
 @dataclass(frozen=True)
 class ClusterStatus:
-    """``outage`` says, during recovery, which stage is lost and why."""
+    """The state of a cluster; during recovery ``outage`` says which stage is lost and why."""
 
     state: ClusterState
     outage: str = ""

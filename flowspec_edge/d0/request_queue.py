@@ -29,7 +29,7 @@ class RequestQueue:
     """
 
     def __init__(self, places: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
-        """``places``: how many requests may have one; ``clock``: the core's, in seconds."""
+        """Set up an empty queue; ``places``: how many requests may have one; ``clock``: the core's, in seconds."""
         self.paused = False
         self.patient = False
         self.clock = clock
@@ -56,14 +56,16 @@ class RequestQueue:
             self._queue.put(handle.request.caller, handle, handle.request.priority)
 
     def put_beside(self, handle: RequestHandle) -> None:
-        """Have a request begun at once, without a place and even while the queue is held: one of the
-        cluster's owner, such as a probe."""
+        """Begin a request at once, without a place and even while the queue is held.
+
+        Such a request is the cluster's owner's, for instance a probe.
+        """
         with self._lock:
             handle.arrived_at = self.clock()
             self._beside.append(handle)
 
     def admits(self, caller: Caller, limit: int) -> bool:
-        """As ``FairQueue.admits``."""
+        """Return whether the caller may put a request, as ``FairQueue.admits`` decides."""
         with self._lock:
             return self._queue.admits(caller, limit)
 
@@ -74,8 +76,10 @@ class RequestQueue:
             return None if before is None else self._ahead(before)
 
     def _ahead(self, before: int) -> int:
-        """``before``: requests that wait before it. The first that waits may get the place of a request that
-        has to give way."""
+        """Return how many requests are ahead of one that has ``before`` waiting before it.
+
+        The first that waits may get the place of a request that has to give way.
+        """
         if before == 0 and self._queue.loser() is not None:
             return 0
         return int(max(0, before + 1 + len(self._queue.placed) - self._queue.places))
@@ -114,8 +118,7 @@ class RequestQueue:
             handle.set_cancelled()
 
     def fail(self, error: BaseException) -> None:
-        """End the requests that have not begun with ``error``; those that wait only if the queue is not
-        patient."""
+        """End the requests that have not begun with ``error``; those that wait only if the queue is not patient."""
         with self._lock:
             failing = [*self._beside] if self.patient else self._unbegun()
             self._forget(failing)
@@ -148,7 +151,9 @@ class RequestQueue:
 
     def take_away(self) -> RequestHandle | None:
         """Take a place away from the request that has to give way to another one, if any; return the request.
-        One that is about to end leaves its place anyway."""
+
+        One that is about to end leaves its place anyway.
+        """
         with self._lock:
             loser = None if self.paused else self._queue.loser()
             if loser is None or loser.state is RequestState.CLOSING:
@@ -157,7 +162,7 @@ class RequestQueue:
             return loser
 
     def leave(self, handle: RequestHandle) -> None:
-        """A request has ended."""
+        """Free the place of a request that has ended."""
         with self._lock:
             self._queue.discard(handle)
 
@@ -175,17 +180,23 @@ class SharedCluster(ClusterBackend, Protocol):
         """May be read from any thread."""
 
     def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
-        """Start the cluster unless it runs, and :meth:`enqueue` a request; return its handle. Errors of the
-        start are raised."""
+        """Start the cluster unless it runs, and :meth:`enqueue` a request; return its handle.
+
+        Errors of the start are raised.
+        """
 
     def enqueue(self, handle: RequestHandle) -> None:
-        """Queue a request for the thread in :meth:`serve`. UsageError if the cluster cannot run such a
-        request; all other errors come through the handle."""
+        """Queue a request for the thread in :meth:`serve`.
+
+        UsageError if the cluster cannot run such a request; all other errors come through the handle.
+        """
 
     def probe(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
-        """As :meth:`submit`, but the request begins at once, beside the queue."""
+        """Begin a request at once, beside the queue; otherwise as :meth:`submit`."""
 
     def serve(self, stop: Callable[[], bool]) -> None:
         """Answer requests until ``stop()``, called often, is true; the next call continues the rest.
-        FlowspecError, which also ends every open request, if the cluster is lost; those that have not begun
-        wait on if the queue is patient."""
+
+        FlowspecError, which also ends every open request, if the cluster is lost; those that have not begun wait on
+        if the queue is patient.
+        """

@@ -69,8 +69,7 @@ TRANSITIONS: dict[RequestState, dict[RequestEvent, RequestState]] = {
 
 
 def next_state(state: RequestState, event: RequestEvent) -> RequestState:
-    """Return the state after ``event``; RuntimeError, a fault of this program, if it cannot happen in
-    ``state``."""
+    """Return the state after ``event``; RuntimeError, a fault of this program, if it cannot happen in ``state``."""
     if event not in TRANSITIONS[state]:
         raise RuntimeError(f"a request that is {state.name} cannot take {event.name}")
     return TRANSITIONS[state][event]

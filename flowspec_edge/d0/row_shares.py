@@ -58,8 +58,10 @@ def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | 
 
 def divide_in_order(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | None, stages: int,
                     most: int, base_rows: int = 0, gained: float = 0.0) -> list[int]:
-    """As :func:`divide`, but the first request gets the rows that it would get alone. Each later request, in
-    turn, gets rows that cost no time beside the first request's, and at least one."""
+    """Divide rows as :func:`divide`, but give the first request the rows that it would get alone.
+
+    Each later request, in turn, gets rows that cost no time beside the first request's, and at least one.
+    """
     if seconds is None:
         most = max(len(offers), *(len(offer) for offer in offers))
     shares: list[int] = []
@@ -74,8 +76,11 @@ def divide_in_order(offers: Sequence[Sequence[float]], seconds: Callable[[int], 
 
 
 def fair_weights(callers: Sequence[tuple[str, ...]], priorities: Sequence[int]) -> list[float]:
-    """Return each request's weight. Callers weigh the same at every level of their paths. A caller's requests
-    share its weight; each step of priority below the caller's highest divides a request's part by four."""
+    """Return each request's weight.
+
+    Callers weigh the same at every level of their paths. A caller's requests share its weight; each step of
+    priority below the caller's highest divides a request's part by four.
+    """
     weights = [1.0] * len(callers)
     for level in range(max(map(len, callers), default=0)):
         for i, caller in enumerate(callers):
@@ -90,15 +95,17 @@ def fair_weights(callers: Sequence[tuple[str, ...]], priorities: Sequence[int]) 
 
 
 def prompt_rows_beside(seconds: Callable[[int], float] | None, others: int, most: int) -> int:
-    """How many rows of prompts a batch with ``others`` rows may have without delaying those much: at least
-    one, at most ``most``."""
+    """Return how many rows of prompts a batch with ``others`` rows may have without delaying those much.
+
+    At least one, at most ``most``.
+    """
     if seconds is None or not others:
         return most
     return max(1, _most_within(_PROMPT_SLOWDOWN * seconds(others), seconds, others + most) - others)
 
 
 def _most_within(limit: float, seconds: Callable[[int], float], most: int) -> int:
-    """The most rows whose time does not exceed ``limit``; at least one."""
+    """Return the most rows whose time does not exceed ``limit``; at least one."""
     low, high = 1, most
     while low < high:
         middle = (low + high + 1) // 2

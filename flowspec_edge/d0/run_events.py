@@ -40,7 +40,7 @@ class SessionOpened(NamedTuple):
 
 
 class SegmentSent(NamedTuple):
-    """``numbers`` and ``positions`` are those of the segment's rows."""
+    """A segment was sent; ``numbers`` and ``positions`` are those of its rows."""
 
     session: int
     at: float
@@ -105,8 +105,10 @@ class DraftDeviceWork(NamedTuple):
 
 
 class SessionEnded(NamedTuple):
-    """A request is answered. ``result`` None: it ends with an error instead, or gives way to others and will
-    be opened again."""
+    """A request is answered.
+
+    ``result`` None: it ends with an error instead, or gives way to others and will be opened again.
+    """
 
     session: int
     at: float

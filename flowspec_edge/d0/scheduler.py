@@ -81,8 +81,10 @@ class SlotPredictor:
             self._queue[0] = following, max(sent_at, free)
 
     def outlasts(self, kind: Hashable, now: float) -> bool:
-        """Return whether D0's work, started now, would end after V1 has run out of segments. False unless
-        exactly one segment is at V1 and both durations are known."""
+        """Return whether D0's work, started now, would end after V1 has run out of segments.
+
+        False unless exactly one segment is at V1 and both durations are known.
+        """
         if len(self._queue) != 1:
             return False
         rows, began_at = self._queue[0]
@@ -91,7 +93,7 @@ class SlotPredictor:
 
 
 def _size(rows: int) -> tuple[str, int]:
-    """The kind of a segment: row counts with the same bit length."""
+    """Return the kind of a segment: row counts with the same bit length."""
     return "rows", rows.bit_length()
 
 
@@ -101,7 +103,9 @@ class Scheduler:
     def __init__(self, clock: Callable[[], float] | None = None,
                  on_failure: Callable[[DraftSession, Exception], None] | None = None,
                  policy: SchedulingPolicy = "fair") -> None:
-        """clock       the driver's, in seconds; None: no segment is sent ahead
+        """Set up a scheduler without requests.
+
+        clock       the driver's, in seconds; None: no segment is sent ahead
         on_failure  gets errors of a request's own strategy or drafter, while the other requests' messages and
                     tasks are still collected; None: such an error is raised
         policy      fair: callers share rows equally, and a caller's requests divide its rows by the weights
@@ -132,8 +136,10 @@ class Scheduler:
         return opening
 
     def remove(self, session: int) -> Close:
-        """Remove a request, finished or not; return the message for the stages. Its segment at V1 occupies
-        the slot until V1's credit."""
+        """Remove a request, finished or not; return the message for the stages.
+
+        Its segment at V1 occupies the slot until V1's credit.
+        """
         del self._open[session], self._served[session]
         return Close(session)
 
@@ -147,8 +153,7 @@ class Scheduler:
         return messages
 
     def take_ahead(self, job: Job) -> list[Segment | Batch]:
-        """Return the segments to queue at V1 before D0 starts ``job``, if this is a draft pass that outlasts
-        V1's work.
+        """Return the segments to queue at V1 before D0 starts ``job``, if this is a draft pass that outlasts V1's work.
 
         None are sent before an output is verified, which takes little time and shows which rows are worth
         sending. Nor while a request's strategy sends nothing ahead, because that request would miss the slot.
@@ -182,13 +187,16 @@ class Scheduler:
         return [segment] if segment else []
 
     def _first(self, among: Sequence[DraftSession]) -> list[Segment]:
-        """A group of devices computes one segment at a time; of equal priorities the oldest comes first."""
+        """Return a group of devices computes one segment at a time; of equal priorities the oldest comes first."""
         return next((segments for draft_session in sorted(among, key=_priority)
                      if (segments := self._alone(draft_session))), [])
 
     def _shared(self, among: Sequence[DraftSession]) -> list[Segment]:
-        """A batch's segments. Segments that cannot be divided go whole, and rows of the other requests are
-        chosen by their worth. Then chunks of prompts are added, as far as they do not delay the rest much."""
+        """Return a batch's segments.
+
+        Segments that cannot be divided go whole, and rows of the other requests are chosen by their worth. Then
+        chunks of prompts are added, as far as they do not delay the rest much.
+        """
         if any(draft_session.strategy.parallelism != "pipeline" for draft_session in among):
             return self._first(among)
         order = sorted(among, key=_priority if self._in_order else self._last_served)[:MAX_BATCH]

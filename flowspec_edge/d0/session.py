@@ -54,12 +54,14 @@ class DraftSession:
                  head: Target, clock: Callable[[], float], session: int = 1,
                  predecessor: DraftSession | None = None, cached_rows: int = 0, parent_session: int = -1,
                  draft: str = "", prompts: PromptCurve | None = None) -> None:
-        """predecessor  the request's draft session in an earlier session: its prompt and answer become this
-                     one's prompt
-        cached_rows  rows of the prompt that the stages retain from ``parent_session``; at least one must be
-                     left to prefill, and a drafter must have been rewound to one token more
-        draft  what the request drafts with, as ``draft_label`` says it
-        prompts  the stages' times of a prompt's segments, if they are known
+        """Begin a request, or go on with one whose earlier session was lost.
+
+        predecessor   the request's draft session in an earlier session: its prompt and answer become this
+                      one's prompt
+        cached_rows   rows of the prompt that the stages retain from ``parent_session``; at least one must be
+                      left to prefill, and a drafter must have been rewound to one token more
+        draft         what the request drafts with, as ``draft_label`` says it
+        prompts       the stages' times of a prompt's segments, if they are known
         """
         if not request.prompt:
             raise UsageError("the prompt is empty; give at least one token")
@@ -132,15 +134,17 @@ class DraftSession:
                     or self.builder.in_flight >= self.strategy.max_in_flight)
 
     def row_probabilities(self, limit: int) -> Sequence[float] | None:
-        """As ``Strategy.row_probabilities``; nothing while the prompt is read."""
+        """Return ``Strategy.row_probabilities``; nothing while the prompt is read."""
         offer = self.strategy.row_probabilities(limit) if self._may_send else ()
         if not (self._pending_prompt_rows or self.finished):
             self._contract.probabilities(offer, limit)
         return offer
 
     def next_segment(self, rows: int | None = None) -> Segment | None:
-        """Return the best segment that may be sent now, of at most ``rows`` rows if they are given; the
-        caller checks that V1 has room. A chunk of the prompt, while any is left."""
+        """Return the best segment that may be sent now, of at most ``rows`` rows if they are given.
+
+        The caller checks that V1 has room. A chunk of the prompt, while any is left.
+        """
         if self.is_reading:
             return self._next_chunk(min(rows or self._chunk, self._chunk))
         if self.finished or self._pending_prompt_rows:
@@ -170,7 +174,9 @@ class DraftSession:
 
     def receive(self, message: Output | Tap) -> bool:
         """Store an arrival for the tasks, without processing it; False for a stale one, which is ignored.
-        ProtocolError for one that does not answer what was sent."""
+
+        ProtocolError for one that does not answer what was sent.
+        """
         if (message.session, message.epoch) != (self.builder.session, self.builder.epoch):
             return False
         self._check(message)
@@ -226,8 +232,10 @@ class DraftSession:
         return DraftPass(request)
 
     def _is_complete(self, output: Output) -> bool:
-        """Return whether the drafter's taps have arrived; they come over other links than the output. Every
-        stage has tapped a row that comes out; an output without rows predicts nothing."""
+        """Return whether the drafter's taps have arrived; they come over other links than the output.
+
+        Every stage has tapped a row that comes out; an output without rows predicts nothing.
+        """
         return not len(output.numbers) or self._needed_layers <= self._tapped.get(output.run, set())
 
     def _pass_on_taps(self, drafter: Drafter) -> None:
@@ -244,8 +252,11 @@ class DraftSession:
             self.drafted(task.request, self.drafter.expand(task.request))
 
     def begin(self, task: Verify) -> tuple[States, Callable[[Logits], None]]:
-        """Take the output in. Returns the states [m, H] that lm_head has to see, and the rest of the task,
-        to be called with their logits [m, V]: choose tokens, walk the tree, commit."""
+        """Take the output in.
+
+        Returns the states [m, H] that lm_head has to see, and the rest of the task, to be called with their logits
+        [m, V]: choose tokens, walk the tree, commit.
+        """
         output = task.output
         numbers, positions = self.builder.pop_returned(output.run)
         self._contract.returned(output.run, len(output.numbers))
@@ -281,7 +292,7 @@ class DraftSession:
                                     output.numbers[: len(following)].tolist())
 
     def _end_prompt(self, number: int, position: NDArray[np.int32], state: States, logits: Logits) -> None:
-        """The prompt's last row gives the first token."""
+        """Choose the first token from the output of the prompt's last row."""
         logits, allowed = self._rules.newest(logits) if self._rules else (logits, None)
         token = int(self.head.choose(logits, position, self.request.sampling, allowed)[0])
         self._hidden[number] = (state, 0)
@@ -350,7 +361,7 @@ class DraftSession:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None while the answer is incomplete."""
+        """Why the answer ended; None while it is incomplete."""
         return self._generation.finish_reason
 
     @property
@@ -368,6 +379,6 @@ class DraftSession:
         return self._generation.new_tokens()
 
     def result(self, slot_s: float, bytes_sent: int, stages: tuple[dict[str, float], ...] = ()) -> Result:
-        """``slot_s``: time of one segment in the slowest stage."""
+        """Make the request's result; ``slot_s``: time of one segment in the slowest stage."""
         return self._generation.result(self.strategy.counters, self._rounds, slot_s, bytes_sent, stages,
                                        self._reused, self._draft, self._prompt_chunk)

@@ -30,11 +30,13 @@ _ALL = np.arange(1, _ROWS + 1)
 
 
 class SlotCurve:
-    """A non-decreasing curve over all stages' recent reports; times are in seconds. ``link_row_s``: time of
-    each row on the link after a stage."""
+    """A non-decreasing curve over all stages' recent reports; times are in seconds.
+
+    ``link_row_s``: time of each row on the link after a stage.
+    """
 
     def __init__(self, sparse: bool = False) -> None:
-        """``sparse``: the rows choose experts."""
+        """Begin without times; ``sparse``: the rows choose experts."""
         self._sparse = sparse
         self.link_row_s = 0.0
         self._stages: dict[int, _Stage] = {}
@@ -52,8 +54,10 @@ class SlotCurve:
         self._table = None
 
     def seconds(self, rows: int) -> float:
-        """Return the time of ``rows`` rows in the slowest stage and on the link after it. Before the first
-        report, the unit is arbitrary: up to 16 rows take 1."""
+        """Return the time of ``rows`` rows in the slowest stage and on the link after it.
+
+        Before the first report, the unit is arbitrary: up to 16 rows take 1.
+        """
         if self._table is None:
             curves = [stage.table() for stage in self._stages.values()]
             curve = np.max(curves, axis=0) if curves else np.maximum(1.0, _ALL / _FLAT)

@@ -36,7 +36,7 @@ class StrategyContract:
 
     def __init__(self, strategy: Strategy, builder: SegmentBuilder, vocabulary: int,
                  rows: Callable[[int], int]) -> None:
-        """``rows``: number of stages -> rows that each of them keeps for the session, text and drafts."""
+        """Watch a strategy; ``rows``: number of stages -> rows that each keeps for the session, text and drafts."""
         self._strategy, self._builder = strategy, builder
         self._vocabulary = vocabulary
         self.last = "was created"
@@ -116,8 +116,10 @@ class StrategyContract:
             self._has_no_segment = True
 
     def draft(self, request: Any, text: int) -> None:
-        """Check what ``next_draft`` returned; ``text``: tokens so far. RequestFailed also if the strategy has
-        nothing to send, nothing to draft, and nothing to wait for."""
+        """Check what ``next_draft`` returned; ``text``: tokens so far.
+
+        RequestFailed also if the strategy has nothing to send, nothing to draft, and nothing to wait for.
+        """
         if request is None:
             self._has_no_draft = True
             self._check_idle()
@@ -134,7 +136,7 @@ class StrategyContract:
         self.last = f"asked for a draft pass over {len(request.nodes)} nodes"
 
     def no_drafter(self) -> None:
-        """The request has no draft model, so the strategy is not asked for a draft pass."""
+        """Note that the request has no draft model, so that the strategy is not asked for a draft pass."""
         self._has_no_draft = True
         self._check_idle()
 
@@ -183,8 +185,10 @@ class StrategyContract:
                                    "segments which it has not sent; builder.prune makes a right one")
 
     def commits(self, run: int, commits: Any, text: Sequence[int]) -> None:
-        """Check what ``on_verified`` returned; ``text``: all tokens before. Each commit has to be the
-        target's own token after the text, so that no strategy can change an answer."""
+        """Check what ``on_verified`` returned; ``text``: all tokens before.
+
+        Each commit has to be the target's own token after the text, so that no strategy can change an answer.
+        """
         if not isinstance(commits, list | tuple) or not all(isinstance(commit, Commit) for commit in commits):
             raise self._broken(f"returned {_short_repr(commits)} from on_verified, not a list of Commit")
         newest, end = text[-1], len(text)
@@ -210,7 +214,7 @@ class StrategyContract:
     # ---- what the strategy waits for ---------------------------------------------------------------
 
     def record_segment(self, segment: Segment) -> None:
-        """A segment goes out, of the prompt or of the strategy."""
+        """Note a segment that goes out, of the prompt or of the strategy."""
         self._event()
         self._newest_run = segment.run
         self._in_flight.add(segment.run)
@@ -218,8 +222,10 @@ class StrategyContract:
             self._due_layers[segment.run] = set(segment.taps)
 
     def returned(self, run: int, rows: int) -> None:
-        """The output of ``run`` is taken in. Its taps may come later, over links of their own; one without
-        rows may have none."""
+        """Note that the output of ``run`` is taken in.
+
+        Its taps may come later, over links of their own; one without rows may have none.
+        """
         self._event()
         self._in_flight.discard(run)
         if not rows:

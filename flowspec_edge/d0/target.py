@@ -44,8 +44,10 @@ class Target(Protocol):
 
     def choose(self, logits: Logits, positions: NDArray[np.integer], sampling: Sampling,
                allowed: NDArray[np.uint8] | None = None) -> NDArray[np.int32]:
-        """Choose the token after each row, int32 [n]; ``positions`` [n] are the rows'; ``allowed``: the tokens to
-        choose from, as ``sampler.choose`` takes them."""
+        """Choose the token after each row, int32 [n].
+
+        ``positions`` [n] are the rows'; ``allowed``: the tokens to choose from, as ``sampler.choose`` takes them.
+        """
 
     def likelihoods(self, states: States, tokens: Sequence[int], most: int) -> list[Likelihood]:
         """Return log-probabilities of the rows' successors ``tokens`` [n], and of the ``most`` likeliest tokens."""

@@ -75,13 +75,17 @@ class TokenRules:
         return choices
 
     def check(self, sources: Iterable[int]) -> None:
-        """UsageError if the text goes on after a row that no token may follow. ``sources``: such rows."""
+        """Raise UsageError if the text goes on after one of ``sources``, the rows that no token may follow."""
         if not self._stuck.isdisjoint(sources):
             raise UsageError(_STUCK)
 
     def _applied(self, logits: Logits, paths: Sequence[Sequence[int] | None]) -> tuple[Choices, list[int]]:
-        """``paths``: the tokens from the text's end to each row; None: the row cannot become text, and
-        whatever it chooses is ignored. Also return the rows that no token may follow."""
+        """Apply the request's rules to logits; also return the rows that no token may follow.
+
+        ``paths``: the tokens from the text's end to each row; None: the row cannot become text, and whatever it
+        chooses is
+        ignored.
+        """
         if self._penalties:
             logits = self._penalties.applied(logits, [path or () for path in paths])
         if not self._grammar and not self._restrictions:
@@ -100,7 +104,7 @@ class TokenRules:
         return (logits, masks), stuck
 
     def _allowed(self, path: Sequence[int], vocabulary: int) -> NDArray[np.uint8] | None:
-        """As the grammar's, without what is restricted; None: the path cannot follow the answer."""
+        """Return what the grammar allows, without what is restricted; None: the path cannot follow the answer."""
         allowed = self._grammar.allowed(path) if self._grammar else None
         if self._restrictions is None or (self._grammar and allowed is None):
             return allowed

@@ -20,8 +20,11 @@ NO_ROOT = -2  # no node has this id (-1 is the root's parent)
 
 
 class Drafter(Protocol):
-    """One draft model, one session at a time.  ``taps``: layers after which it needs the hidden state of
-    every row whose successor is committed; :meth:`tap` delivers these before :meth:`commit`."""
+    """One draft model, one session at a time.
+
+    ``taps``: layers after which it needs the hidden state of every row whose successor is committed; :meth:`tap`
+    delivers these before :meth:`commit`.
+    """
 
     @property
     def taps(self) -> tuple[int, ...]: ...
@@ -30,12 +33,13 @@ class Drafter(Protocol):
         """Forget everything and begin a session with this ranking."""
 
     def rewind(self, tokens: int, sampling: Sampling, rank: Rank, tau: float) -> bool:
-        """As :meth:`reset`, but keep the first ``tokens`` > 0 committed tokens, which get new numbers; False
-        if the drafter cannot and must be reset."""
+        """Begin anew as by :meth:`reset`, but keep the first ``tokens`` > 0 committed tokens, which get new numbers.
+
+        Return False if the drafter cannot and must be reset.
+        """
 
     def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
-        """Append committed tokens; row i of ``features`` [n, H] *predicted* token i.  :meth:`expand`
-        computes.
+        """Append committed tokens; row i of ``features`` [n, H] *predicted* token i.  :meth:`expand` computes.
 
         ``features`` are the target's post-norm hidden states, on the drafter's device, ``rows`` their
         numbers.  A session's first token has no predictor and comes alone, with ``features=None``.

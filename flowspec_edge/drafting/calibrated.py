@@ -26,11 +26,16 @@ _LEAST = 1e-3  # confidence in a right token where the base has no child, and in
 
 
 class CalibratedDrafter(Drafter):
-    """Below the head's own acceptance, drops right children that ``base`` ranks second or lower: the next
-    best take their places.  Above it, puts the right token first: a mixture with a perfect draft model."""
+    """A drafter whose acceptance is lower or higher than that of the head behind it.
+
+    Below the head's own acceptance, it drops right children that ``base`` ranks second or lower: the next best take
+    their places.  Above it, it puts the right token first: a mixture with a perfect draft model.
+    """
 
     def __init__(self, base: Drafter, text: Sequence[int], share: float, seed: int) -> None:
-        """text   the prompt and plain decoding's answer: the right tokens
+        """Choose the positions at which drafts change.
+
+        text   the prompt and plain decoding's answer: the right tokens
         share  up to 1: of the positions at which such a child stays; beyond it, what is above 1 is the share
                of the positions at which the right token comes first: at 2 everywhere.  The first child's
                confidence rises with it, everywhere, so that on average it is as often right as it says

@@ -32,11 +32,16 @@ _ROWS = 64  # of lm_head's products
 
 
 class CandidateHead(nn.Module):
-    """States [..., H] to logits [..., V], as the module's docstring says; ``rank`` and ``count`` as in
-    ``model.candidates``."""
+    """States [..., H] to logits [..., V], as the module's docstring says.
+
+    ``rank`` and ``count`` as in ``model.candidates``.
+    """
 
     def __init__(self, exact: OutputHead, down: nn.Module, up: nn.Module, count: int) -> None:
-        """``exact``: the whole matrix; ``down`` [..., H] to [..., rank]; ``up`` to [..., V]."""
+        """Rank by ``down`` and ``up`` first, then by ``exact``, the whole matrix.
+
+        ``down`` maps [..., H] to [..., rank], ``up`` maps that to [..., V].
+        """
         super().__init__()
         self._exact = [exact]  # not a part of this module, which may be moved or counted
         self.down, self.up, self.count = down, up, min(count, exact.vocabulary)

@@ -41,8 +41,11 @@ _CONVERTED = {"fusion_fc.": "fc.", "transformer.": "layers.0.", "draft_id_to_tar
 
 
 def read_config(directory: Path, title: str, blocks: bool = False) -> dict[str, Any]:
-    """UsageError if config.json is missing or invalid, FlowspecError if it is of a format that cannot be run;
-    ``title``: the model's name with its article; ``blocks``: it may be a block drafter."""
+    """Read a draft model's config.json.
+
+    UsageError if it is missing or invalid, FlowspecError if it is of a format that cannot be run.
+    ``title``: the model's name with its article; ``blocks``: it may be a block drafter.
+    """
     path = directory / "config.json"
     if not path.exists():
         problem = describe(directory) if directory.is_dir() else None
@@ -64,7 +67,7 @@ def read_config(directory: Path, title: str, blocks: bool = False) -> dict[str, 
 
 
 def _instead(raw: dict[str, Any]) -> str:
-    """The heads of the model that a config.json names, or where to look."""
+    """Return the heads of the model that a config.json names, or where to look."""
     inner = raw.get("speculators_config")
     verifier = inner.get("verifier") if isinstance(inner, dict) else None
     target = verifier.get("name_or_path") if isinstance(verifier, dict) else None
@@ -101,12 +104,12 @@ class HeadFiles:
 
     @cached_property
     def checkpoint(self) -> Checkpoint | None:
-        """None if there are no weights."""
+        """The weights; None if there are none."""
         return None if locate(self.directory) is None else Checkpoint(self.directory)
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """Of the tensors, by :func:`plain_name`; empty if there are no weights."""
+        """The tensors' shapes by :func:`plain_name`; empty if there are no weights."""
         infos = self.checkpoint.stored(self.checkpoint.names) if self.checkpoint else {}
         return {plain_name(name): info.shape for name, info in infos.items()}
 
@@ -115,8 +118,10 @@ class HeadFiles:
         return self._embedding is not None
 
     def own_embedding(self, config: Any, dtype: torch.dtype) -> EmbeddingTable | None:
-        """Return the head's own embeddings, whose rows stay in the file; None if it has none, or if the file is not
-        safetensors. FlowspecError if their shape is not ``config``'s."""
+        """Return the head's own embeddings, whose rows stay in the file.
+
+        None if it has none, or if the file is not safetensors. FlowspecError if their shape is not ``config``'s.
+        """
         if self.checkpoint is None or self._embedding is None:
             return None
         return self.checkpoint.table(self._embedding, torch.Size((config.vocab_size, config.hidden_size)), dtype)
@@ -129,7 +134,8 @@ class HeadFiles:
     def read(self, title: str, embedding: bool = True) -> dict[str, StoredTensor]:
         """All tensors by their names in the files, without EMBEDDING unless ``embedding``.
 
-        UsageError if there are no weights."""
+        UsageError if there are no weights.
+        """
         if self.checkpoint is None:
             raise UsageError(f"no {_bare(title)} at {self.directory}: neither {SAFE} nor {PICKLED} is there")
         warn_of_unread(self.directory)
@@ -138,20 +144,19 @@ class HeadFiles:
 
 
 def refuse_language_model(directory: Path, names: Collection[str], title: str) -> None:
-    """UsageError if ``names``, of its tensors, are those of a whole model; ``title``: what was looked for."""
+    """Raise UsageError if the tensors' ``names`` are those of a whole model; ``title``: what was looked for."""
     if "layers.0.input_layernorm.weight" in names and "fc.weight" not in names:
         raise UsageError(f"{directory} is a language model, not {title}: to draft with it, put it into "
                          "draft-lm/, or give it to flowspec models shard --draft")
 
 
 def read_weights(directory: Path, title: str) -> dict[str, StoredTensor]:
-    """As ``HeadFiles.read``."""
+    """Read a head's weights, as ``HeadFiles.read``."""
     return HeadFiles(directory).read(title)
 
 
 def plain_names(weights: dict[str, StoredTensor], directory: Path) -> dict[str, StoredTensor]:
-    """Rename by :func:`plain_name`, and drop what follows from the rest; FlowspecError if two names
-    collide."""
+    """Rename by :func:`plain_name`, and drop what follows from the rest; FlowspecError if two names collide."""
     plain: dict[str, StoredTensor] = {}
     for stored, tensor in weights.items():
         name = plain_name(stored)
@@ -164,7 +169,7 @@ def plain_names(weights: dict[str, StoredTensor], directory: Path) -> dict[str, 
 
 
 def plain_name(name: str) -> str:
-    """A head's tensor as its authors name it: without wrappers, and without the names of a converter."""
+    """Return a head's tensor as its authors name it: without wrappers, and without the names of a converter."""
     while prefix := next((wrapper for wrapper in _WRAPPERS if name.startswith(wrapper)), ""):
         name = name.removeprefix(prefix)
     for theirs, ours in _CONVERTED.items():
@@ -174,7 +179,7 @@ def plain_name(name: str) -> str:
 
 
 def on_meta(kind: Callable[[_Config], _Module], config: _Config) -> _Module:
-    """On the meta device, without memory."""
+    """Make a module on the meta device, without memory."""
     with torch.device("meta"):
         return kind(config)
 
@@ -182,7 +187,7 @@ def on_meta(kind: Callable[[_Config], _Module], config: _Config) -> _Module:
 def build(kind: Callable[[_Config], _Module], config: _Config, weights: dict[str, StoredTensor],
           directory: Path, title: str, dtype: torch.dtype, embedding: Embedding | None = None,
           quantise: Callable[[nn.Module], None] = lambda module: None) -> _Module:
-    """A module of ``weights``, as :func:`_assign` checks them; ``embedding`` stands for its own.
+    """Return a module of ``weights``, as :func:`_assign` checks them; ``embedding`` stands for its own.
 
     A linear has a bias if ``weights`` hold one, whatever ``config`` says.
 
@@ -209,7 +214,9 @@ def fit_biases(module: nn.Module, stored: Collection[str]) -> None:
 def _assign(module: nn.Module, weights: dict[str, StoredTensor], directory: Path, title: str,
             dtype: torch.dtype, quantise: Callable[[nn.Module], None]) -> None:
     """Replace all parameters by ``weights`` in ``dtype``; integer and bool tensors keep theirs.
-    FlowspecError that names a missing, unexpected or misshapen tensor, or one of another kind."""
+
+    FlowspecError that names a missing, unexpected or misshapen tensor, or one of another kind.
+    """
     state = module.state_dict()
     expected_shapes = {name: tuple(w.shape) for name, w in state.items()}
     for name in expected_shapes:

@@ -63,8 +63,11 @@ class Surroundings:
     candidates: Candidates | None = None
 
     def narrowed(self, head: nn.Module, rank_states: Callable[[Tensor, nn.Module], Tensor]) -> nn.Module:
-        """What ranks by the target's lm_head for ``head``, which is :meth:`placed`: a candidate head if one is
-        wanted, and lm_head's rows can be looked up.  ``rank_states`` as for ``candidates.narrowed``."""
+        """Return what ranks by the target's lm_head for ``head``, which is :meth:`placed`.
+
+        It is a candidate head if one is wanted, and lm_head's rows can be looked up.  ``rank_states`` as for
+        ``candidates.narrowed``.
+        """
         if self.candidates is None:
             return self.lm_head
         if not self.lm_head.looks_up_rows:
@@ -120,14 +123,17 @@ class DraftFormat(ABC):
 
     @abstractmethod
     def load(self, directory: Path, beside: Surroundings) -> Loaded:
-        """UsageError if there is none, FlowspecError for damaged weights or those of another target."""
+        """Load the draft model.
+
+        UsageError if there is none, FlowspecError for damaged weights or those of another target.
+        """
 
     @abstractmethod
     def config(self, directory: Path) -> Any:
-        """The configuration of its layers, as config.json and the headers of the weights have it."""
+        """Return the configuration of its layers, as config.json and the headers of the weights have it."""
 
     def fields(self, config: Any) -> dict[str, Any]:
-        """The fields of :meth:`config` by their names."""
+        """Return the fields of :meth:`config` by their names."""
         return vars(config)
 
     def widths(self, directory: Path, config: Any, shapes: Shapes, layers: int) -> Iterable[int]:
@@ -162,7 +168,7 @@ class HeadFormat(DraftFormat):
 
     @abstractmethod
     def usual(self, target: DecoderConfig, kind: DraftKind) -> nn.Module:
-        """The module of a usual one for a target of the configuration ``target``, without memory."""
+        """Return the module of a usual one for a target of the configuration ``target``, without memory."""
 
     def cached_layers(self, head: nn.Module) -> int:
         """Layers of a module that keep keys and values."""
@@ -177,7 +183,7 @@ class OwnLayerFormat(HeadFormat):
         """Shapes of its tensors, by their names in the checkpoint."""
 
     def check_fit(self, directory: Path, config: Any, shapes: Shapes, target: TargetFacts) -> None:
-        """It is the target's own."""
+        """Accept every target, since the head is the target's own."""
 
 
 def format_of(kind: DraftKind) -> DraftFormat:
@@ -187,21 +193,21 @@ def format_of(kind: DraftKind) -> DraftFormat:
 
 
 def head_format_of(kind: DraftKind) -> HeadFormat:
-    """For a kind with ``is_head``."""
+    """Return the format of a kind with ``is_head``."""
     head_format = format_of(kind)
     assert isinstance(head_format, HeadFormat)
     return head_format
 
 
 def own_layer_format_of(kind: DraftKind) -> OwnLayerFormat:
-    """For a kind with ``in_target``."""
+    """Return the format of a kind with ``in_target``."""
     layer_format = format_of(kind)
     assert isinstance(layer_format, OwnLayerFormat)
     return layer_format
 
 
 def require_fit(directory: Path, quantity: str, heads: int, targets: int) -> None:
-    """FlowspecError if the head was trained for another target."""
+    """Raise FlowspecError if the head was trained for another target."""
     if heads != targets:
         unit = " tokens" if quantity == "vocabulary" else ""
         raise FlowspecError(f"{directory}: the head's {quantity} is {heads}{unit}, the target's {targets}; "
@@ -209,7 +215,7 @@ def require_fit(directory: Path, quantity: str, heads: int, targets: int) -> Non
 
 
 def require_vocabulary(directory: Path, vocabulary: int, target: OutputHead) -> None:
-    """FlowspecError unless a draft model reads as many tokens as the target ranks."""
+    """Raise FlowspecError unless a draft model reads as many tokens as the target ranks."""
     if vocabulary != target.vocabulary:
         raise FlowspecError(f"{directory}: the draft model's vocabulary has {vocabulary} tokens, "
                             f"the target's {target.vocabulary}; they must share one tokenizer")

@@ -32,7 +32,7 @@ from flowspec_edge.util.weight_file import EmbeddingTable
 
 
 class LanguageModel:
-    """``stage`` holds all layers; ``lm_head`` maps what follows its norm to logits."""
+    """A small model with all its layers in ``stage``; ``lm_head`` maps what follows its norm to logits."""
 
     def __init__(self, stage: Shard, lm_head: nn.Module) -> None:
         assert stage.embed is not None
@@ -44,7 +44,7 @@ class LanguageModel:
                                             torch.empty(0, dtype=stage.dtype, device=stage.device))
 
     def outputs(self, states: Tensor | None, tokens: Tensor, positions: Tensor, mask: Any, cache: Any) -> Tensor:
-        """As ``PassModel.run``, without states: what follows the norm, [n, H]."""
+        """Compute what follows the norm, [n, H], as ``PassModel.run`` does, without states."""
         stage, rows = self._stage, tokens if tokens.is_floating_point() else self._embed(tokens)
         if stage.embed_scale != 1.0:
             rows = rows * stage.embed_scale
@@ -73,8 +73,11 @@ class LanguageModel:
 
 
 class LMDrafter(TreeDrafter):
-    """``model`` shares the target's tokenizer; ``vocabulary`` is the target's, by default the model's.  Where
-    padding differs, tokens beyond the target's are not drafted, those beyond the model's read as its last."""
+    """A session's drafter with a small model that shares the target's tokenizer.
+
+    ``vocabulary`` is the target's, by default the model's.
+    Where padding differs, tokens beyond the target's are not drafted, those beyond the model's read as its last.
+    """
 
     def __init__(self, model: LanguageModel, vocabulary: int | None = None, memory: CacheMemory | None = None,
                  recorded: RecordedPasses | None = None) -> None:
@@ -83,7 +86,7 @@ class LMDrafter(TreeDrafter):
 
     def clone_session(self, memory: CacheMemory | None = None, recorded: RecordedPasses | None = None
                       ) -> LMDrafter:
-        """For a concurrent session: the same weights, another cache."""
+        """Return a drafter for a concurrent session: the same weights, another cache."""
         return LMDrafter(self._model, self._vocabulary, memory, recorded)
 
     def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
@@ -102,8 +105,9 @@ class LMDrafter(TreeDrafter):
 
 
 def load_lm(path: Path, target: Path, vocabulary: int, dtype: torch.dtype, device: torch.device) -> LMDrafter:
-    """Of ``target`` only the tokenizer is read; ``vocabulary`` is the target's, padding included.
+    """Load a small model as a drafter for ``target``, of which only the tokenizer is read.
 
+    ``vocabulary`` is the target's, padding included.
     UsageError if there is no model, or one that stages cannot run; FlowspecError if it cannot be loaded, shares no
     tokenizer or cannot draft trees.
     """
@@ -124,7 +128,7 @@ def load_lm(path: Path, target: Path, vocabulary: int, dtype: torch.dtype, devic
 
 
 def require_padding(path: Path, target: Path, own_vocabulary: int, vocabulary: int) -> None:
-    """FlowspecError unless the vocabularies differ only in ids that no tokenizer gives."""
+    """Raise FlowspecError unless the vocabularies differ only in ids that no tokenizer gives."""
     sizes = (f"{path}: the draft model's vocabulary has {own_vocabulary} tokens, the target's {vocabulary}; "
              "they must share one tokenizer")
     tokens = [_tokens(directory) for directory in (path, target)]

@@ -26,7 +26,7 @@ from flowspec_edge.util.weight_file import Embedding, as_embedding
 
 @dataclass
 class SharedMemory:
-    """``rows`` of one memory, allocated at the start, for the caches of all sessions; on CUDA.
+    """Memory of ``rows`` for the caches of all sessions on CUDA, allocated at the start.
 
     record  records passes over it
     choice  which passes are recorded, once the draft model has been loaded

@@ -116,7 +116,7 @@ class MergedDrafter(Drafter):
 
 
 def merge(first: DraftOutput, second: DraftOutput, children: int) -> DraftOutput:
-    """The ``children`` best of both for every node [n, children]; of equals, those of ``first``."""
+    """Return the ``children`` best of both for every node [n, children]; of equals, those of ``first``."""
     merged = replace(DraftOutput.empty(len(first.tokens), children), beyond=first.beyond)
     for row in range(len(first.tokens)):
         best: dict[int, float] = {}

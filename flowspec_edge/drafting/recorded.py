@@ -77,7 +77,7 @@ class PassInputs(NamedTuple):
 
 class _RecordedMask(SharedMask):
     def __init__(self, hidden: Tensor, rows: int) -> None:
-        """``hidden`` [1, 1, groups * rows, m], additive."""
+        """Take the mask's memory: ``hidden`` [1, 1, groups * rows, m], additive."""
         self._rows, self._hidden = rows, hidden
 
 
@@ -104,13 +104,16 @@ class PassGraphs:
         return self._memory.resized == self._resized
 
     def run(self, inputs: PassInputs, ranked_rows: Sequence[int]) -> Tensor:
-        """Outputs [n, H], until the next pass; ``ranked_rows``: rows whose children :meth:`logits` are for."""
+        """Return outputs [n, H], valid until the next pass.
+
+        ``ranked_rows``: rows whose children :meth:`logits` are for.
+        """
         self.load(inputs, ranked_rows)
         self._passes[inputs.visible.shape[1]]()
         return self.outputs[: len(inputs.tokens)]
 
     def logits(self) -> Tensor:
-        """Of the rows asked for, then of padding: [rows, V], until the next pass."""
+        """Return logits of the rows asked for, then of padding: [rows, V], valid until the next pass."""
         self._replay_logits()
         return self._logits
 
@@ -120,7 +123,7 @@ class PassGraphs:
         return self._ranks
 
     def load(self, inputs: PassInputs, ranked_rows: Sequence[int]) -> None:
-        """Padding is the first row again, which computes and stores what that does."""
+        """Load a pass' inputs; padding is the first row again, which computes and stores what that does."""
         n, width = inputs.visible.shape
         numbers = np.zeros((5, self._rows), np.int64)
         numbers[:3, :n] = inputs.tokens, inputs.positions, inputs.rows
@@ -151,7 +154,7 @@ class PassGraphs:
         return self.model.logits(self.outputs.index_select(0, self._numbers[3]))
 
     def run_unrecorded(self, width: int) -> Tensor:
-        """What the graphs compute after :meth:`load`, without them."""
+        """Return what the graphs compute after :meth:`load`, without them."""
         self._compute(width)
         return likeliest(self._select_logits(), MOST_CHILDREN)
 
@@ -160,14 +163,14 @@ RecordedPasses = Mapping[int, PassGraphs]  # by number of rows
 
 
 def fitting(passes: RecordedPasses, rows: int) -> PassGraphs | None:
-    """The least of them to which ``rows`` rows can be padded; None: they are not recorded."""
+    """Return the least of them to which ``rows`` rows can be padded; None: they are not recorded."""
     sizes = [size for size, graphs in passes.items() if size >= rows and graphs.hold]
     return passes[min(sizes)] if sizes else None
 
 
 @torch.inference_mode()
 def warm_up(model: PassModel, memory: CacheMemory) -> None:
-    """A pass of ``WARM_ROWS`` over the whole memory, so that the allocator holds what later passes need."""
+    """Run a pass of ``WARM_ROWS`` over the whole memory, so that the allocator holds what later passes need."""
     model.reach(memory.rows - 1)
     n, like = min(WARM_ROWS, memory.rows), memory.layers[0]
     numbers = torch.arange(n, device=like.device)

@@ -40,8 +40,10 @@ class TappedStates:
                 self._rows.setdefault(number, {})[message.layer] = state
 
     def take(self, rows: Sequence[int]) -> Tensor:
-        """The joined states [n, layers * target_H] of ``rows``, after which older ones are let go: they
-        cannot predict a token any more.  ProtocolError for a state that has not come."""
+        """Return the joined states of ``rows`` [n, layers * target_H], and drop older ones.
+
+        Older states cannot predict a token any more.  ProtocolError for a state that has not come.
+        """
         states = torch.stack([torch.cat([self._state(row, layer) for layer in self._layers]) for row in rows])
         self._rows = {n: by_layer for n, by_layer in self._rows.items() if n >= rows[-1]}
         return states

@@ -46,7 +46,7 @@ class CacheShape:
 
     @classmethod
     def from_config(cls, config: DecoderConfig, layers: int, like: Tensor, window: int | None = None) -> CacheShape:
-        """Of layers of a model; ``like``: a weight of their dtype, where they compute."""
+        """Return the shape for a model's layers; ``like``: a weight of their dtype, where they compute."""
         heads = config.num_key_value_heads
         kind = KeysValues(heads, config.num_attention_heads // heads, config.head_dim, window=window)
         return cls(kind, layers, like.dtype, like.device)
@@ -55,7 +55,7 @@ class CacheShape:
         return self.kind.arena(range(self.layers), self.dtype, self.device, rows)
 
     def mask(self, visible: NDArray[np.bool_]) -> SharedMask:
-        """``visible`` [n, m]: what each row of a pass sees of the cache's first m slots."""
+        """Make a mask from ``visible`` [n, m]: what each row of a pass sees of the cache's first m slots."""
         return self.kind.shared_mask(visible, self.dtype, self.device)
 
 
@@ -85,7 +85,7 @@ class CacheMemory:
         return self._arena.layers
 
     def take(self, count: int) -> NDArray[np.int64]:
-        """The lowest free slots; makes more if they do not suffice."""
+        """Return the lowest free slots; makes more if they do not suffice."""
         free = np.flatnonzero(self._free)
         if len(free) < count:
             self._reach(self.rows + count - len(free))
@@ -109,7 +109,10 @@ class CacheMemory:
 
     @torch.inference_mode()
     def clear_returned(self) -> None:
-        """A row that overflowed would reach every pass whose mask is as wide: 0 times NaN is NaN."""
+        """Zero the rows that were given back.
+
+        A row that overflowed would reach every pass whose mask is as wide: 0 times NaN is NaN.
+        """
         returned, self._returned = self._returned, []
         if returned:
             slots = np.concatenate(returned)
@@ -229,7 +232,7 @@ class TreeCache:
         return slots
 
     def _visible(self, new_text: int, paths: Sequence[list[int]]) -> NDArray[np.bool_]:
-        """``paths``: of the pass's tree rows."""
+        """Return what the pass' rows see; ``paths``: of its tree rows."""
         text, window = self._text, self.shape.kind.window
         last = max(text.max(initial=-1), max(self._slot.values(), default=-1))
         mask = np.zeros(self.memory.width(int(last) + 1), bool)
@@ -246,7 +249,10 @@ class TreeCache:
         return visible
 
     def _path(self, node: int) -> list[int]:
-        """The slots of a node and of those above it, up to, and not including, the root; no more than a window."""
+        """Return the slots of a node and of those above it, up to, and not including, the root.
+
+        No more than a window.
+        """
         path: list[int] = []
         while node in self._slot and len(path) != self.shape.kind.window:
             path.append(self._slot[node])

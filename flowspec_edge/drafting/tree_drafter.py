@@ -48,7 +48,9 @@ class TreeDrafter(Drafter, ABC):
     def __init__(self, shape: CacheShape, model: PassModel,
                  draft_vocabulary: DraftVocabulary | None = None, memory: CacheMemory | None = None,
                  recorded: RecordedPasses | None = None) -> None:
-        """model     computes passes; its logits are over ``draft_vocabulary``, if that is given
+        """Begin a session without text.
+
+        model     computes passes; its logits are over ``draft_vocabulary``, if that is given
         memory    that all sessions of the model share; None: one of its own, which grows
         recorded  passes over it
         """
@@ -85,10 +87,10 @@ class TreeDrafter(Drafter, ABC):
 
     @abstractmethod
     def _inputs(self, rows: Rows) -> PassInputs:
-        """Of the queued text rows, whose states are used up, then of the nodes."""
+        """Return the inputs of the queued text rows, whose states are used up, then of the nodes."""
 
     def _compute(self, parts: Sequence[tuple[TreeDrafter, Rows, PassInputs]]) -> list[Tensor]:
-        """Outputs [n, H] of each drafter's rows, in one pass; all share passes with this one."""
+        """Compute the outputs [n, H] of each drafter's rows in one pass; all share passes with this drafter."""
         model, device = self.pass_model, self.shape.device
         counts = [len(rows) for _, rows, _ in parts]
         tokens = [token for *_, inputs in parts for token in inputs.tokens]
@@ -103,7 +105,7 @@ class TreeDrafter(Drafter, ABC):
 
     def _mask_and_cache(self, parts: Sequence[tuple[TreeDrafter, Rows, PassInputs]], counts: Sequence[int]
                         ) -> tuple[Any, Any]:
-        """The pass's mask and cache: of one memory, or session by session."""
+        """Return the pass's mask and cache: of one memory, or session by session."""
         shape, memory = self.shape, self._cache.memory
         if memory.shared or len(parts) == 1:
             joined_inputs = joined([inputs for *_, inputs in parts])
@@ -127,7 +129,7 @@ class TreeDrafter(Drafter, ABC):
     @staticmethod
     @torch.inference_mode()
     def expand_together(requests: Sequence[tuple[Any, DraftRequest]]) -> list[DraftOutput]:
-        """As ``Drafter.expand_together``: in one pass."""
+        """Expand the nodes of several drafters in one pass, as ``Drafter.expand_together``."""
         begun = [(drafter, drafter._begin(request)) for drafter, request in requests]
         parts = [(drafter, rows, drafter._inputs(rows)) for drafter, rows in begun if rows]
         first, first_request = requests[0]
@@ -159,7 +161,7 @@ class TreeDrafter(Drafter, ABC):
                 zip(requests, logits.split(counts), strict=True)]
 
     def _order(self) -> tuple[object, ...]:
-        """What decides on the order of children; drafters that share passes have one vocabulary."""
+        """Return what decides on the order of children; drafters that share passes have one vocabulary."""
         sampling, rank, tau = self._ranking
         return (sampling, rank, tau) if rank == "noise" and not sampling.greedy else ()
 
@@ -181,7 +183,7 @@ class TreeDrafter(Drafter, ABC):
         return Rows(text, nodes, self._cache.begin(len(text), [(n.id, n.parent) for n in nodes]))
 
     def _store(self, rows: Rows, outputs: Tensor) -> None:
-        """``outputs`` [n, H]: of the text rows, then of the nodes."""
+        """Store ``outputs`` [n, H], those of the text rows, then of the nodes."""
         text, nodes = rows.text, rows.nodes
         if text:
             self._outputs[self._root] = outputs[len(text) - 1].clone()  # a view would keep all rows
@@ -206,7 +208,7 @@ class TreeDrafter(Drafter, ABC):
                 raise ProtocolError("nothing has been committed that the draft model could continue")
 
     def _select_outputs(self, request: DraftRequest) -> Tensor:
-        """Outputs [n, H] of the request's nodes."""
+        """Return the outputs [n, H] of the request's nodes."""
         return torch.stack([self._outputs[node.id] for node in request.nodes])
 
     def _rank(self, request: DraftRequest, logits: Tensor) -> DraftOutput:
@@ -231,7 +233,7 @@ def joined(parts: Sequence[PassInputs]) -> PassInputs:
 
 def _ranked_rows(requests: Sequence[tuple[TreeDrafter, DraftRequest]],
                  begun: Sequence[tuple[TreeDrafter, Rows | None]]) -> list[int]:
-    """The pass's rows whose children are asked for; none if an output is from an earlier pass."""
+    """Return the pass's rows whose children are asked for; none if an output is from an earlier pass."""
     ranked_rows, start = [], 0
     for (drafter, request), (_, rows) in zip(requests, begun, strict=True):
         text = len(rows.text) if rows else 0

@@ -22,7 +22,9 @@ LENGTHS = (512, 4096, 32_768)  # tokens of a prompt
 
 @dataclass(frozen=True)
 class FirstToken:
-    """seconds  from the request's arrival to its first token; None if the prompt does not fit
+    """The time to the first token of a prompt of some length.
+
+    seconds  from the request's arrival to its first token; None if the prompt does not fit
     why      it does not fit, or what has to be set so that it does; "" for nothing
     """
 

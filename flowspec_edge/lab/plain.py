@@ -99,7 +99,7 @@ def transformers_model(model: OpenModel, dtype: str, device: torch.device | str 
 
 
 def load_reference_model(directory: OpenModel | Path | str, dtype: str, device: torch.device | str = "cpu") -> Any:
-    """transformers' causal language model, quantised matrices included; errors as for ``load_shard``."""
+    """Load transformers' causal language model, quantised matrices included; errors as for ``load_shard``."""
     torch_dtype, torch_device = parse_dtype(dtype), torch.device(device)
     open_model = opened(directory)
     config, manifest = open_model.parsed_config, open_model.manifest

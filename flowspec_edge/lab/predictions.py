@@ -76,7 +76,7 @@ def _begin(recordings: Sequence[Recording]) -> None:
 
 
 def _end_with_parent() -> None:
-    """A command that is killed ends nothing: its processes would wait for work for ever."""
+    """End this process with its parent, since a command that is killed ends no process of its own."""
     if (parent := parent_process()) is not None:
         parent.join()
         os._exit(1)
@@ -89,7 +89,9 @@ def _simulate(devices: Devices, recording: int, right_children: float, request: 
 
 @dataclass(frozen=True)
 class Prediction:
-    """speedup   over Chunk-PP among the same predictions
+    """What is predicted of one strategy on planned boards.
+
+    speedup   over Chunk-PP among the same predictions
     tokens_per_second_calibrated  with a head as fallible as a published one (``VirtualCluster``'s
                                   ``right_children``), if that was run
     by_kind                       tokens/s by kind of text, if the requests are of several kinds
@@ -109,8 +111,11 @@ class Prediction:
 def predict(plan: PipelinePlan, strategies: Sequence[str], source: Path | Recording, requests: Sequence[Request],
             advance: Advance = lambda _: None, right_children: float = 1.0, kinds: Sequence[str] = (),
             workers: Workers | None = None) -> list[Prediction]:
-    """``source``, a model's directory or a recording, only gives the tokens, with the draft model that the requests
-    name; times and bytes are the plan's, at the plan's context. ``kinds``: of the requests' texts, or none."""
+    """Predict the strategies' figures on the plan's boards, at the plan's context.
+
+    ``source``, a model's directory or a recording, only gives the tokens, with the draft model that the requests
+    name; times and bytes are the plan's. ``kinds``: of the requests' texts, or none.
+    """
     size, context = plan.problem.size, plan.problem.context
     devices = Devices(
         _drafting(at_context(plan.d0.profile, size, context), plan.problem, requests),
@@ -130,7 +135,7 @@ def predict_alone(board: CandidateBoard, problem: SplitProblem, source: Path | R
 
 
 def single_board(board: CandidateBoard, profile: Profile, problem: SplitProblem) -> Devices:
-    """A board that is D0 and V1 with all layers, with the times of ``profile``."""
+    """Return a board that is D0 and V1 with all layers, with the times of ``profile``."""
     profile = profile.model_copy(update={"link": _NO_LINK})
     layers = problem.size.layers
     return Devices(profile, (profile,), (float(layers),), board.name,
@@ -138,7 +143,7 @@ def single_board(board: CandidateBoard, profile: Profile, problem: SplitProblem)
 
 
 def _drafting(d0: Profile, problem: SplitProblem, requests: Sequence[Request]) -> Profile:
-    """``d0`` with the time of what is planned to draft, whatever the requests draft with."""
+    """Return ``d0`` with the time of what is planned to draft, whatever the requests draft with."""
     return charged_as(d0, problem.size.planned.kind, requests[0].params.draft)
 
 
@@ -184,8 +189,10 @@ def with_speedup(predictions: Sequence[Prediction]) -> list[Prediction]:
 
 def compare(board: CandidateBoard, problem: SplitProblem, alone: Sequence[Prediction], boards: int,
             pipeline: Sequence[Prediction]) -> SingleBoardEstimate:
-    """Compare the best prediction for one board with the best for a pipeline of ``boards`` boards, which is empty if no
-    pipeline fits."""
+    """Compare the best prediction for one board with the best for a pipeline of ``boards`` boards.
+
+    ``pipeline`` is empty if no pipeline fits.
+    """
     best = max(alone, key=lambda p: p.tokens_per_second)
     others = max(pipeline, key=lambda p: p.tokens_per_second, default=None)
     enough = others is None or best.tokens_per_second >= others.tokens_per_second

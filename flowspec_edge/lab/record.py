@@ -56,14 +56,15 @@ class _Job:
 
 
 class Expander:
-    """Which nodes below a root are expanded next: whole levels first, then the likeliest of all; and always those on
-    the text, which a look-up may draft where the head does not.
+    """Which nodes below a root are expanded next: whole levels first, then the likeliest of all.
+
+    Nodes on the text are always expanded: a look-up may draft them where the head does not.
 
     ``nodes`` in the order of their expansion, as (parent's place, token)
     """
 
     def __init__(self, budget: Budget, text: Sequence[int] = ()) -> None:
-        """``text``: what follows the root."""
+        """Begin below a root; ``text``: what follows it."""
         self._budget = budget
         self._text = text[:_ON_TEXT]
         self._right: list[int] = []  # places of the root and the nodes on the text
@@ -126,8 +127,10 @@ class Expander:
                     self._levels.setdefault(depth + 1, []).append(entry)
 
     def _score(self, parent: int, token: int) -> float:
-        """Return a child's score. A token that the head did not name counts as likely as the least likely one that it
-        named."""
+        """Return a child's score.
+
+        A token that the head did not name counts as likely as the least likely one that it named.
+        """
         scores_by_token = dict(zip(self.tokens[parent], self.scores[parent], strict=True))
         return scores_by_token.get(token, min(self.scores[parent]))
 
@@ -171,7 +174,7 @@ class RecordingStrategy(Autoregressive):
         return commits
 
     def next_segment(self, rows: int | None = None) -> Segment | None:
-        """The token goes when its tree is recorded."""
+        """Return the token goes when its tree is recorded."""
         return None if self._expander is not None else super().next_segment(rows)
 
     def row_probabilities(self, limit: int) -> Sequence[float]:
@@ -208,7 +211,10 @@ STRATEGY = f"{__name__}:{RecordingStrategy.__name__}"
 
 @dataclass(frozen=True)
 class TextToRecord:
-    """``task``, ``name``: of the prompt; ``request``: with its sampling and its largest number of tokens."""
+    """A text that is to be recorded.
+
+    ``task``, ``name``: of the prompt; ``request``: with its sampling and its largest number of tokens.
+    """
 
     task: str
     name: str
@@ -236,7 +242,7 @@ def record(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Reco
 
 def _texts(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Recording, budget: Budget, work: Path,
            advance: Advance, name: str) -> list[RecordedText]:
-    """``name``: of the strategy that records."""
+    """Record the prompts' texts and yield them; ``name``: of the strategy that records."""
     texts: list[RecordedText] = []
     for prompt in prompts:
         advance(f"{prompt.task} {prompt.name}, temperature {prompt.request.sampling.temperature:g}")
@@ -258,7 +264,7 @@ def _texts(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Reco
 
 
 def _key(prompt: TextToRecord, about: Recording, budget: Budget) -> str:
-    """What a text depends on, as a file's name."""
+    """Return what a text depends on, as a file's name."""
     request = prompt.request
     weights = [about.provenance.get(name) for name in ("digest", "head", "dtype")]
     content = json.dumps([about.model, about.draft, about.rank, about.tau, weights, list(request.prompt),

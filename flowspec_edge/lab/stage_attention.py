@@ -1,5 +1,8 @@
-"""Attention of transformers' models as stages compute it: over keys and values in 8 bits, and in 16 bits in the order
-of each row's path, so that the reference has the last bits of plain decoding through stages."""
+"""Attention of transformers' models as stages compute it.
+
+Keys and values are in 8 bits, or in 16 bits in the order of each row's path, so that the reference has the last bits
+of plain decoding through stages.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ from flowspec_edge.stage.shard import ROW_STEP
 
 
 def register(in_8_bits: bool) -> str:
-    """Register transformers' "sdpa" as stages compute it, over keys and values as their caches keep them; return its
-    name."""
+    """Register transformers' "sdpa" as stages compute it, over keys and values as their caches keep them.
+
+    Return its name.
+    """
     name = "flowspec-stages-int8-kv" if in_8_bits else "flowspec-stages"
     AttentionInterface.register(name, partial(_attend, in_8_bits))
     AttentionMaskInterface.register(name, sdpa_mask)

@@ -42,7 +42,7 @@ NEW_TOKENS = 48
 
 
 def token_kinds(dtypes: Sequence[str] = DTYPES) -> tuple[str, ...]:
-    """The names of the checks: dtype, strategy and sampling."""
+    """Return the names of the checks: dtype, strategy and sampling."""
     return tuple(" ".join(parts) for parts in product(dtypes, STRATEGIES, SAMPLINGS))
 
 
@@ -84,7 +84,7 @@ def compare(kind: str, model: str, device: str, prompts: Sequence[Sequence[int]]
 
 def judge(logits: NDArray[np.float32], position: int, tokens: Sequence[int], sampling: Sampling,
           near: float) -> tuple[list[int], int | None]:
-    """The reference's tokens, and the first index where ``tokens`` differs by more than a near tie or None.
+    """Return the reference's tokens, and the first index where ``tokens`` differs by more than a near tie or None.
 
     logits    [n, V]  of the reference, at the rows whose successors are ``tokens``
     position  of the first row

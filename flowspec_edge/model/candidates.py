@@ -14,7 +14,10 @@ _TILE = 8  # rows that a GPU's layout holds together
 
 @dataclass(frozen=True)
 class Candidates:
-    """``count``: tokens of each row that are scored with lm_head's own rows; ``rank``: of the factor."""
+    """The size of a candidate head.
+
+    ``count``: tokens of each row that are scored with lm_head's own rows; ``rank``: of the factor.
+    """
 
     count: int
     rank: int

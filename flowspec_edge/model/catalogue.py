@@ -1,5 +1,6 @@
-"""Known models (models/catalogue.toml): their repositories on Hugging Face's hub, draft heads and shapes; and
-downloads from the hub, into its client's cache or a directory of our own.  Both resume.
+"""Known models (models/catalogue.toml): their repositories on Hugging Face's hub, draft heads and shapes.
+
+And downloads from the hub, into its client's cache or a directory of our own. Both resume.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ FETCHED = "fetched.json"  # written last: the download is complete
 
 
 class PublishedHead(StrictModel):
-    """repository  OWNER/NAME
+    """A published draft head.
+
+    repository  OWNER/NAME
     format      one of ``FORMATS``
     licence     that its page states; None: not read
     acceptance  tokens a verification with the bonus token, on which text, by ``source``
@@ -70,7 +73,9 @@ class PackagedWeights(StrictModel):
 
 
 class KnownModel(StrictModel):
-    """target         the checkpoint's repository, OWNER/NAME
+    """A model of the catalogue.
+
+    target         the checkpoint's repository, OWNER/NAME
     packaged       where its weights are fetched from instead of the hub
     published       draft heads, the preferred one of a kind first
     small          a small model with the target's tokenizer: a draft model of the kind "lm"
@@ -110,7 +115,7 @@ def known_models() -> dict[str, KnownModel]:
 
 
 def find_known_model(name: str) -> tuple[str, KnownModel] | None:
-    """A model's entry by its name here or on the hub, in any case; (name here, entry) or None."""
+    """Return a model's entry by its name here or on the hub, in any case; (name here, entry) or None."""
     lowered = name.lower()
     return next(((entry_name, model) for entry_name, model in known_models().items()
                  if lowered in (entry_name, model.target.lower())), None)
@@ -157,8 +162,10 @@ def download(name: str) -> tuple[Path, str]:
 
 
 def download_to(name: str, directory: Path) -> None:
-    """Download what :func:`download` does to ``directory``. UsageError for an unknown or private repository,
-    or an unreachable hub."""
+    """Download what :func:`download` does to ``directory``.
+
+    UsageError for an unknown or private repository, or an unreachable hub.
+    """
     client = _client()
     try:
         client.snapshot_download(name, local_dir=directory, ignore_patterns=["*/*"],
@@ -168,8 +175,10 @@ def download_to(name: str, directory: Path) -> None:
 
 
 def download_config(name: str) -> Path:
-    """Download config.json alone to the client's cache; the directory that holds it. Errors as for
-    :func:`download`."""
+    """Download config.json alone to the client's cache; the directory that holds it.
+
+    Errors as for :func:`download`.
+    """
     client = _client()
     try:
         return Path(client.hf_hub_download(name, "config.json")).parent

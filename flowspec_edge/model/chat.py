@@ -1,5 +1,7 @@
-"""Chat messages, chat formats of models whose tokenizers have none (Llama-2-chat, Vicuna, base models), the
-formats of tool calls that chat templates teach, with their grammars, and those of reasoning.
+"""Chat messages, and the formats of chats, tool calls and reasoning.
+
+There are chat formats for models whose tokenizers have none (Llama-2-chat, Vicuna, base models), and the formats of
+tool calls that chat templates teach, with their grammars.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class ToolFormat:
 
     def grammar(self, tools: Sequence[Tool], special: Callable[[str], str | None], required: bool,
                 several: bool, content: str | None) -> str:
-        """Calls of ``tools``, in llguidance's Lark syntax.
+        """Write the grammar of calls of ``tools``, in llguidance's Lark syntax.
 
         special   a word -> its form if it is one token that plain text cannot spell, else None
         required  the answer must be a call; otherwise it may be ``content``, a rule, or text if that is None
@@ -90,7 +92,7 @@ _FORMATS = (ToolFormat("<tool_call>", "arguments", "<tool_call>", "</tool_call>"
 
 
 def recognise_tool_format(template: str) -> ToolFormat | None:
-    """The format that a Jinja chat template teaches; None: it has no tools, or an unknown format."""
+    """Return the format that a Jinja chat template teaches; None: it has no tools, or an unknown format."""
     if "tools" not in template:
         return None
     return next((tool_format for tool_format in _FORMATS if tool_format.marker in template), None)
@@ -98,8 +100,10 @@ def recognise_tool_format(template: str) -> ToolFormat | None:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How an answer has its reasoning: between the words ``open`` and ``close``, before the content; or, with
-    ``channels``, in messages of the channel analysis, as gpt-oss has it."""
+    """How an answer has its reasoning: between the words ``open`` and ``close``, before the content.
+
+    Or, with ``channels``, in messages of the channel analysis, as gpt-oss has it.
+    """
 
     open: str = ""
     close: str = ""
@@ -116,7 +120,7 @@ _THOUGHTS = (ReasoningFormat("<think>", "</think>"), ReasoningFormat("[THINK]", 
 
 
 def recognise_reasoning_format(template: str) -> ReasoningFormat | None:
-    """The format of the reasoning in answers by a Jinja chat template; None: it has none, or an unknown one."""
+    """Return the format of the reasoning in answers by a Jinja chat template; None: it has none, or an unknown one."""
     if _CHANNEL in template:
         return ReasoningFormat(channels=True)
     return next((reasoning_format for reasoning_format in _THOUGHTS if reasoning_format.open in template), None)
@@ -138,7 +142,7 @@ _CHANNEL = "<|channel|>"  # in gpt-oss's format (harmony) a turn has several mes
 
 
 def turn_ends(template: str) -> tuple[str, ...]:
-    """The tokens that may end an answer by a Jinja chat template."""
+    """Return the tokens that may end an answer by a Jinja chat template."""
     return tuple(end for end in _TURN_ENDS
                  if end in template and not (end == "<|end|>" and _CHANNEL in template))
 
@@ -150,8 +154,10 @@ _NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")  # no attribute's
 
 
 def variables_of(template: str) -> frozenset[str]:
-    """The names in a Jinja template's code: not in its text, strings and comments, and of no attributes. It
-    is not compiled, since that takes a process with limits."""
+    """Return the names in a Jinja template's code: not in its text, strings and comments, and of no attributes.
+
+    It is not compiled, since that takes a process with limits.
+    """
     names, at = set[str](), 0
     while tag := _JINJA_TAG.search(template, at):
         end = template.find(_ENDS[tag[0]], tag.end())
@@ -165,7 +171,7 @@ def variables_of(template: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """``arguments``: an object, or the text of one that was cut off."""
+    """A call of a tool; ``arguments``: an object, or the text of one that was cut off."""
 
     id: str
     name: str
@@ -174,8 +180,13 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """``calls``: an assistant's; ``call_id``: the call that a tool's message answers; ``name``: the writer's;
-    ``reasoning``: an assistant's, before its content."""
+    """A message of a chat.
+
+    calls      an assistant's
+    call_id    the call that a tool's message answers
+    name       the writer's
+    reasoning  an assistant's, before its content
+    """
 
     role: Role
     content: str
@@ -189,7 +200,7 @@ class Message:
             raise UsageError(f"no role {self.role!r}; there are {', '.join(get_args(Role))}")
 
     def for_template(self) -> dict[str, Any]:
-        """As templates of transformers' tokenizers read it."""
+        """Return the message as templates of transformers' tokenizers read it."""
         turn: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.calls:
             turn["tool_calls"] = [{"id": call.id, "type": "function",
@@ -223,7 +234,7 @@ _FIXED = ("messages", "tools", "add_generation_prompt", "continue_final_message"
 
 
 def check_values(values: Mapping[str, Any], fixed: Sequence[str] = _FIXED) -> None:
-    """UsageError for a variable of the template that is not the user's."""
+    """Raise UsageError for a variable of the template that is not the user's."""
     if reserved := next((name for name in values if name in fixed), None):
         raise UsageError(f"{reserved} cannot be set so: it is made from the request")
 
@@ -262,12 +273,12 @@ def vicuna(messages: Sequence[Message]) -> list[PromptPiece]:
 
 
 def bare(messages: Sequence[Message]) -> list[PromptPiece]:
-    """The texts alone, a line break between two: a model that was not trained to chat continues the last."""
+    """Return the texts alone, a line break between two: a model that was not trained to chat continues the last."""
     return [PromptPiece("\n".join(message.content for message in messages), add_bos=True, add_eos=False)]
 
 
 def continued(pieces: Sequence[PromptPiece], answer: str, joint: str) -> list[PromptPiece]:
-    """A prompt in a built-in format whose answer has begun."""
+    """Return a prompt in a built-in format whose answer has begun."""
     last = pieces[-1]
     text = f"{last.text}{joint}{answer.lstrip() if joint == ' ' else answer}"
     return [*pieces[:-1], PromptPiece(text, last.add_bos, add_eos=False)]
@@ -279,7 +290,7 @@ _NAME_PATTERNS = {"llama-2": re.compile(r"llama[-_ ]?2.*chat"), "vicuna": re.com
 
 
 def recognise(model: OpenModel) -> str | None:
-    """The built-in format for the model's name; None if none matches."""
+    """Return the built-in format for the model's name; None if none matches."""
     from flowspec_edge.model.catalogue import find_known_model  # pydantic takes a while
 
     for name in _names(model):
@@ -292,7 +303,7 @@ def recognise(model: OpenModel) -> str | None:
 
 
 def require_template(model: OpenModel, template: str | None) -> None:
-    """UsageError for a ``template`` template that is missing, or a model without one; needs no transformers."""
+    """Raise UsageError for a missing file ``template``, or a model without a template; needs no transformers."""
     if template is not None:
         if template not in BUILT_IN:
             read_template(Path(template))

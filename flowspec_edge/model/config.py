@@ -1,7 +1,7 @@
-"""config.json of a model: fields that decide the family and shapes, checked before a library computes with them,
-and the whole as transformers reads it.
+"""config.json of a model.
 
-Importing this module imports neither torch nor transformers.
+Fields that decide the family and shapes are checked before a library computes with them; the whole is as transformers
+reads it. Importing this module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ def recurrent_layers(config: Mapping[str, Any]) -> int:
 
 
 def position_limit(config: Mapping[str, Any]) -> int:
-    """The maximum number of tokens, prompt and answer together, that stages can run, whatever the rope
-    scaling."""
+    """Return the maximum number of tokens, prompt and answer together, that stages can run.
+
+    It holds whatever the rope scaling.
+    """
     return int(config["max_position_embeddings"])
 
 
@@ -69,7 +71,7 @@ _POSITIVE = ("rms_norm_eps", "rope_theta")
 
 
 def check_config(config: Mapping[str, Any], path: Path, required: Collection[str] = ()) -> None:
-    """UsageError that names the first field of ``path`` which is missing or has an impossible value."""
+    """Raise UsageError for the first field of ``path`` which is missing or has an impossible value."""
     for name in required:
         if name not in config:
             raise UsageError(f"{path} has no {name}")

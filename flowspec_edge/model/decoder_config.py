@@ -32,7 +32,9 @@ _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attent
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The configuration of a decoder. Fields that config.json has, too, keep its names; these need a word:
+    """The configuration of a decoder.
+
+    Fields that config.json has, too, keep its names; these need a word:
 
     layer_types  of every layer: "full_attention", "sliding_attention" or "linear_attention"
     ropes        parameters of rotary embeddings by type of layer; by "" if all layers have the same
@@ -81,7 +83,7 @@ class DecoderConfig:
 
     @property
     def turns(self) -> Sequence[str]:
-        """By layer: the key of its rotary embedding in ``ropes``."""
+        """The key of each layer's rotary embedding in ``ropes``."""
         return [""] * self.num_hidden_layers if "" in self.ropes else self.layer_types
 
 
@@ -160,7 +162,7 @@ def layer_types(fields: Mapping[str, Any], origin: Path | str) -> tuple[str, ...
 
 
 def _usual_type(fields: Mapping[str, Any], family: Family, layer: int) -> str:
-    """Of a layer of a configuration that names no types."""
+    """Return the type of a layer whose configuration names no types."""
     if family.recurrent:
         return _LINEAR if (layer + 1) % int(fields.get("full_attention_interval") or 4) else _FULL
     if family.full_every:

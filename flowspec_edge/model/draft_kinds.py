@@ -142,8 +142,10 @@ def stored_kinds() -> list[DraftKind]:
 
 
 def head_kinds() -> list[DraftKind]:
-    """List the kinds that a model is run with unless it is told otherwise, the preferred first: the others stand in
-    for it."""
+    """List the kinds of draft that a model is run with unless the user names one.
+
+    The preferred kind is the first: the others stand in for it.
+    """
     kinds = [kind for kind in stored_kinds() if kind.choice is not None]
     return sorted(kinds, key=lambda kind: kind.choice or 0)
 
@@ -159,7 +161,7 @@ def trained_kinds() -> list[DraftKind]:
 
 
 def draft_kind_named(name: str) -> DraftKind:
-    """UsageError for a name that no kind with files has."""
+    """Return the kind of draft of this name; UsageError for one that no kind with files has."""
     draft_kind = DRAFT_KINDS.get(name)
     if draft_kind is None or not draft_kind.directory:
         raise UsageError(f"unknown kind of draft model {name!r}; there is: "
@@ -168,7 +170,7 @@ def draft_kind_named(name: str) -> DraftKind:
 
 
 def recognise_kind(config: Mapping[str, Any], shapes: Shapes) -> DraftKind | None:
-    """The kind of the draft model that has this config.json and these tensors."""
+    """Return the kind of the draft model that has this config.json and these tensors."""
     format_kind = kind_of_format(recognise_format(config) or "")
     if format_kind and format_kind.is_block:  # whose fc looks like an EAGLE-3 head's
         return format_kind
@@ -183,7 +185,7 @@ FORMATS = ("EAGLE-2", "EAGLE-3", "EAGLE-4", "DFlash", "DFlash2", "DSpark", "JetS
 
 
 def kind_of_format(name: str) -> DraftKind | None:
-    """The kind of draft model that a format is read as; None: it cannot be run."""
+    """Return the kind of draft model that a format is read as; None: it cannot be run."""
     return next((kind for kind in stored_kinds() if name in kind.formats), None)
 
 
@@ -197,7 +199,7 @@ _ARCHITECTURES = {"dflash2": "DFlash2", "dflash": "DFlash", "dspark": "DSpark", 
 
 
 def recognise_format(config: Mapping[str, Any]) -> str | None:
-    """The format that a config.json names; None if it names none, as EAGLE heads and language models."""
+    """Return the format that a config.json names; None if it names none, as EAGLE heads and language models."""
     return next(_formats_named(config), None)
 
 

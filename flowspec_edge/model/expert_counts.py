@@ -10,6 +10,8 @@ def independent(experts: int, experts_per_token: int, rows: float) -> float:
 
 
 def correlated(experts: int, experts_per_token: int, rows: float, correlation: float) -> float:
-    """Distinct experts of ``rows`` whose choices have this correlation c: c k + (1 - c) U(n), where all rows
-    choose the same k experts at c = 1, and by themselves, U(n), at 0."""
+    """Return the distinct experts of ``rows`` whose choices have this correlation c: c k + (1 - c) U(n).
+
+    At c = 1 all rows choose the same k experts, and at 0 each chooses by itself: U(n).
+    """
     return correlation * experts_per_token + (1 - correlation) * independent(experts, experts_per_token, rows)

@@ -76,13 +76,13 @@ class Experts(nn.ModuleList):
     _gated: Any
 
     def __init__(self, experts: Iterable[nn.Module] = (), gated: nn.Module | None = None) -> None:
-        """``gated``: what gate and up become."""
+        """Take the experts; ``gated``: what gate and up become."""
         super().__init__(experts)
         self.__dict__["_gated"] = gated  # not one of the list
 
     @classmethod
     def on_meta(cls, names: ExpertNames, width: int, inner: int, count: int, gated: nn.Module) -> Experts:
-        """``count`` experts on the meta device."""
+        """Make ``count`` experts on the meta device."""
         template = Expert(names, width, inner)
         return cls((_like(template) for _ in range(count)), gated)
 
@@ -114,8 +114,10 @@ class Experts(nn.ModuleList):
 
 
 def _like(module: nn.Module) -> Any:
-    """A module of the same kind on the meta device, which shares the hooks: to make many thousands of linears
-    anew takes seconds."""
+    """Copy a module to the meta device, with the same hooks.
+
+    To make many thousands of linears anew takes seconds.
+    """
     copied = module.__new__(type(module))
     vars(copied).update(vars(module), _parameters={
         name: value if value is None else nn.Parameter(value.data, requires_grad=False)
@@ -125,8 +127,11 @@ def _like(module: nn.Module) -> Any:
 
 
 def touched(layers: Iterable[nn.Module], start: int, stop: int) -> tuple[int, float]:
-    """Count the distinct experts of rows [start, stop) in the last pass, and how many independent rows would touch on
-    average: E (1 - (1 - k/E)^n). Both are sums over ``layers``."""
+    """Count the distinct experts of rows [start, stop) in the last pass.
+
+    The second result is how many independent rows would touch on average: E (1 - (1 - k/E)^n). Both are sums over
+    ``layers``.
+    """
     distinct, expected = 0, 0.0
     for experts, expert_ids in computed(layers):
         distinct += len(expert_ids[start:stop].unique())
@@ -144,8 +149,10 @@ def computed(layers: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
 
 def correlation_of(layers: Sequence[nn.Module], rows: int) -> float | None:
     """Return the correlation of the last pass's choices: c = (U(n) - touched) / (U(n) - k), with sums over ``layers``.
-    It is below 0 where rows shared fewer experts than independent rows do on average. None without experts, and if the
-    pass had one row or another number than ``rows``."""
+
+    It is below 0 where rows shared fewer experts than independent rows do on average. None without experts, and if
+    the pass had one row or another number than ``rows``.
+    """
     choices = [expert_ids for _, expert_ids in computed(layers)]
     if rows < 2 or not choices or len(choices[0]) != rows:
         return None

@@ -222,8 +222,10 @@ UNKNOWN = Family("")  # one that stages cannot run
 
 
 def family_of(config: Any) -> Family:
-    """Find the family of transformers' configuration, or of a config.json's fields; ``UNKNOWN`` if stages cannot run
-    it."""
+    """Find the family of transformers' configuration, or of a config.json's fields.
+
+    ``UNKNOWN`` if stages cannot run it.
+    """
     name = config.get("model_type") if isinstance(config, Mapping) else config.model_type
     return FAMILIES.get(name, UNKNOWN) if isinstance(name, str) else UNKNOWN
 

@@ -56,7 +56,7 @@ class GrammarState:
     """Where one answer is in its grammar. Tokens that end a sequence are never part of a path."""
 
     def __init__(self, start: Any, vocabulary: int) -> None:
-        """``start``: a matcher at the beginning of the grammar, which is only copied."""
+        """Begin an answer; ``start``: a matcher at the beginning of the grammar, which is only copied."""
         self._start, self._matcher = start, start.deep_copy()
         self._vocabulary = vocabulary
         self._mask_budget_s = _MASKS_S
@@ -64,12 +64,14 @@ class GrammarState:
         self._dead_ends: set[tuple[int, ...]] = set()  # answers that no token can continue, unless they end
 
     def turn(self) -> None:
-        """The masks that follow are of another turn of the pipeline."""
+        """Begin the masks of another turn of the pipeline."""
         self._mask_budget_s = min(_MASKS_S, self._mask_budget_s + _MASKS_TURN_S)
 
     def advance(self, token: int) -> None:
-        """The answer continues with ``token``; UsageError if the grammar does not allow it, or if no token of
-        the vocabulary can continue the answer then."""
+        """Continue the answer with ``token``.
+
+        UsageError if the grammar does not allow it, or if no token of the vocabulary can continue the answer then.
+        """
         self._tokens.append(token)
         self._matcher.consume_token(token)
         self._check()
@@ -82,10 +84,14 @@ class GrammarState:
         return bool(self._matcher.is_stopped())
 
     def allowed(self, path: Sequence[int]) -> NDArray[np.uint8] | None:
-        """Return which tokens may follow the answer and then ``path``: ceil(V / 8) bytes with a bit each, the
-        lowest first; None if ``path`` cannot follow the answer, or nothing ``path``. UsageError if the
-        grammar is too complex, since other answers wait for this thread, or if no token can continue the
-        answer."""
+        """Return which tokens may follow the answer and then ``path``.
+
+        The result has ceil(V / 8) bytes with a bit for each token, the lowest first; it is None if ``path`` cannot
+        follow the
+        answer, or nothing ``path``. UsageError if the grammar is too complex, since other answers wait for this
+        thread, or if
+        no token can continue the answer.
+        """
         import numpy as np  # here: every command's help imports this module
 
         if self._mask_budget_s < 0:
@@ -129,9 +135,13 @@ class Grammar:
 
 @dataclass(frozen=True)
 class GrammarText:
-    """``lark``: in llguidance's syntax; ``checked``: the same with a special token of the byte tokenizer in
-    place of each of the model's. ``written``: by a client, so it holds as it is or is refused; ``gbnf``: both
-    are in llama.cpp's syntax instead."""
+    """A grammar, not compiled.
+
+    lark     in llguidance's syntax
+    checked  the same with a special token of the byte tokenizer in place of each of the model's
+    written  by a client, so it holds as it is or is refused
+    gbnf     both are in llama.cpp's syntax instead
+    """
 
     lark: str
     checked: str
@@ -145,9 +155,11 @@ class GrammarText:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Of a process with limits: why a grammar is refused (empty: it is not), how long that took, and the
-    grammar to use in its place, if there is one: in llguidance's syntax instead of another one, or without
-    what is ignored."""
+    """The verdict of a process with limits on a grammar.
+
+    It says why the grammar is refused (empty: it is not), how long that took, and the grammar to use in its place, if
+    there is one: in llguidance's syntax instead of another one, or without what is ignored.
+    """
 
     refusal: str
     seconds: float
@@ -162,7 +174,7 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
-        """``tokenizer``: transformers'; ``vocabulary``: the model's logits. UsageError without llguidance."""
+        """Take a tokenizer of transformers; ``vocabulary``: the model's logits. UsageError without llguidance."""
         try:
             import llguidance
         except ImportError as error:
@@ -176,13 +188,17 @@ class GrammarCompiler:
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()  # by the digests of grammars
 
     def json_schema(self, schema: dict[str, Any], stop_ids: frozenset[int], strict: bool = True) -> Grammar:
-        """The answer is JSON for ``schema``; UsageError if that is no schema. ``strict``: UsageError also for
-        keywords that llguidance does not know, which are otherwise ignored."""
+        """Return the answer is JSON for ``schema``; UsageError if that is no schema.
+
+        ``strict``: UsageError also for keywords that llguidance does not know, which are otherwise ignored.
+        """
         return self.compile(self.text(lambda special: f"start: {json_value(schema, strict)}"), stop_ids)
 
     def text(self, write: Callable[[Special], str]) -> GrammarText:
-        """``write``: returns a grammar in llguidance's Lark syntax, given what spells special tokens.
-        UsageError if it is too long."""
+        """Make the grammar's texts; UsageError if one is too long.
+
+        ``write``: returns a grammar in llguidance's Lark syntax, given what spells special tokens.
+        """
         self._processes.start()  # while the vocabulary is wrapped
         text = GrammarText(write(self.special), write(lambda marker: self.special(marker) and _BYTES_SPECIAL))
         if len(text.checked) > _MAX_BYTES:
@@ -190,8 +206,10 @@ class GrammarCompiler:
         return text
 
     def written(self, grammar: str) -> GrammarText:
-        """A grammar that the user wrote, in llama.cpp's syntax (GBNF) or in llguidance's (Lark). UsageError
-        if it is too long."""
+        """Return a grammar that the user wrote, in llama.cpp's syntax (GBNF) or in llguidance's (Lark).
+
+        UsageError if it is too long.
+        """
         text = self.text(lambda _: grammar)
         return replace(text, written=True, gbnf=_GBNF_RULE.search(grammar) is not None)
 
@@ -201,8 +219,10 @@ class GrammarCompiler:
         return verdict is not None and verdict.seconds < _QUICK_S
 
     def compile(self, text: GrammarText, stop_ids: frozenset[int]) -> Grammar:
-        """UsageError if the grammar is wrong, or needs too much time or memory: each is first compiled in a
-        process with limits."""
+        """Compile a grammar, after a process with limits has compiled it.
+
+        UsageError if the grammar is wrong, or needs too much time or memory.
+        """
         lark = self._require_tractable(text).lark
         limits = self._library.LLParserLimits(**_PARSER_LIMITS)
         matcher = self._library.LLMatcher(self._wrap(stop_ids), lark, log_level=0, limits=limits)
@@ -214,8 +234,10 @@ class GrammarCompiler:
         return Grammar(matcher, self._vocabulary)
 
     def special(self, token: str) -> str | None:
-        """A text's form in a Lark grammar if it is one token of the model that plain text cannot spell; else
-        None."""
+        """Return a text's form in a Lark grammar if it is one token of the model that plain text cannot spell.
+
+        Else None.
+        """
         [number] = self._tokenizer.convert_tokens_to_ids([token])
         if number is None or number >= self._vocabulary:
             return None
@@ -259,8 +281,11 @@ class GrammarCompiler:
         return self._try_compile(GrammarText(lark, lark))[0]
 
     def _without_problems(self, text: GrammarText, refusal: str) -> tuple[str, GrammarText | None]:
-        """Handle a grammar with a schema that cannot be enforced. If that schema is strict, return why the grammar is
-        refused; else return the grammar without the keywords that are ignored."""
+        """Handle a grammar with a schema that cannot be enforced.
+
+        If that schema is strict, return why the grammar is refused; else return the grammar without the keywords
+        that are ignored.
+        """
         lark, checked = text.lark, text.checked
         for value in dict.fromkeys(_json_values(text.lark)):
             schema = json.loads(value)
@@ -304,7 +329,7 @@ class GrammarCompiler:
         return _without_tokens_beyond(self._vocabulary, backend)
 
     def _wrap(self, stop_ids: frozenset[int]) -> Any:
-        """The vocabulary as llguidance reads it; takes a second for a large one."""
+        """Return the vocabulary as llguidance reads it; takes a second for a large one."""
         with self._lock:
             if stop_ids in self._wrapped:
                 self._wrapped.move_to_end(stop_ids)
@@ -322,7 +347,7 @@ class GrammarCompiler:
 
 
 def _without_tokens_beyond(vocabulary: int, tokenizer: Any) -> str:
-    """A tokenizer of the package tokenizers as JSON, with the token ids below ``vocabulary`` alone.
+    """Return a tokenizer of the package tokenizers as JSON, with the token ids below ``vocabulary`` alone.
 
     llguidance tokenises a text without choices, so it must not know the others: removed from its masks alone,
     they would leave nothing to choose from. ValueError if the remaining tokens do not keep their ids.
@@ -353,22 +378,28 @@ def _without_tokens_beyond(vocabulary: int, tokenizer: Any) -> str:
 
 
 def _tokens_of(merge: str | list[str], prefix: str) -> tuple[str, str, str]:
-    """The two tokens that a merge joins, and the one that it makes. Older files write the two with a space
-    between; ``prefix``: of tokens that continue a word."""
+    """Return the two tokens that a merge joins, and the one that it makes.
+
+    Older files write the two with a space between; ``prefix``: of tokens that continue a word.
+    """
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return left, right, left + right.removeprefix(prefix)
 
 
 def json_value(schema: dict[str, Any], strict: bool = True, name: str = "schema") -> str:
-    """A JSON value for ``schema``, in llguidance's Lark syntax; ``strict`` as for
-    :meth:`GrammarCompiler.json_schema`; ``name``: what errors call the schema."""
+    """Return a JSON value for ``schema``, in llguidance's Lark syntax.
+
+    ``strict`` as for :meth:`GrammarCompiler.json_schema`; ``name``: what errors call the schema.
+    """
     options = {**_JSON_OPTIONS, "lenient": not strict}
     return f"%json {json.dumps({**schema, '$comment': name, 'x-guidance': options})}"
 
 
 def _json_values(lark: str) -> Iterator[str]:
-    """The schemas of a grammar that :func:`json_value` has written. In a client's text there would be
-    backslashes before the quotation marks."""
+    """Yield the schemas of a grammar that :func:`json_value` has written.
+
+    In a client's text there would be backslashes before the quotation marks.
+    """
     for match in re.finditer(r"%json (?=\{)", lark):
         try:
             schema, end = _decoder.raw_decode(lark, match.end())
@@ -385,8 +416,10 @@ def _is_dead_end(matcher: Any) -> bool:
 
 
 def matching(regex: str) -> str:
-    """Return an expression in llguidance's Lark syntax that matches all of ``regex``. There a slash ends an expression,
-    and an expression has one line."""
+    """Return an expression in llguidance's Lark syntax that matches all of ``regex``.
+
+    There a slash ends an expression, and an expression has one line.
+    """
     body = re.sub(r"\\?[/\n]|\\.", lambda match: _WITHIN_SLASHES.get(match[0][-1], match[0]), regex)
     return f"/{body}/"
 

@@ -39,15 +39,17 @@ def window_text(window: int) -> int:
 
 
 def reserved(window: int | None, rows: int, requests: int, tentative: int) -> int:
-    """Rows for which a layer has memory whose window has ``window`` rows (None: all), of a cache of ``rows``;
-    ``tentative``: uncommitted ones of each of ``requests`` requests at once (0: any number)."""
+    """Rows for which a layer has memory whose window has ``window`` rows (None: all), of a cache of ``rows``.
+
+    ``tentative``: uncommitted ones of each of ``requests`` requests at once (0: any number).
+    """
     if window is None or not requests:
         return rows
     return min(rows, requests * (SESSIONS * window_text(window) + tentative))
 
 
 class PartFile(StrictModel):
-    """``path`` is relative to the model's directory, with forward slashes."""
+    """A file of a part; ``path`` is relative to the model's directory, with forward slashes."""
 
     path: str
     size: Bytes
@@ -55,7 +57,9 @@ class PartFile(StrictModel):
 
 
 class ShardPart(StrictModel):
-    """parameters    before quantisation; on D0 of lm_head, embeddings and draft models
+    """What one device holds of a sharded model.
+
+    parameters    before quantisation; on D0 of lm_head, embeddings and draft models
     weight_bytes  in memory, in the compute dtype; token embeddings stay in their file
     row_bytes     of one row's keys and values in this part's caches, in the compute dtype
     windows       how many of these bytes are in layers that see only so many rows
@@ -70,8 +74,10 @@ class ShardPart(StrictModel):
     states: Bytes = 0
 
     def cache_bytes(self, rows: int, requests: int = 0, tentative: int = 0) -> int:
-        """Of ``rows`` rows, for so many requests at once (0: any number, and the states of one), as
-        ``reserved`` says."""
+        """Return the bytes of caches of ``rows`` rows, for so many requests at once, as ``reserved`` says.
+
+        ``requests`` 0: any number, and the states of one.
+        """
         less = sum(size * (rows - reserved(window, rows, requests, tentative))
                    for window, size in self.windows.items())
         return rows * self.row_bytes - less + max(1, requests) * self.states
@@ -82,7 +88,7 @@ class ShardPart(StrictModel):
 
 
 class ModelOrigin(StrictModel):
-    """``revision``: a commit on the hub."""
+    """Where a model is from; ``revision``: a commit on the hub."""
 
     name: str
     config_sha256: Sha256
@@ -90,7 +96,9 @@ class ModelOrigin(StrictModel):
 
 
 class Quantisation(StrictModel):
-    """kept  matrices of decoder layers that stay in 16 bits: no group divides them, or a GGUF file has them so
+    """How a sharded model's matrices are quantised.
+
+    kept  matrices of decoder layers that stay in 16 bits: no group divides them, or a GGUF file has them so
     int8  those in 8 bits, in the groups of an int8 lm_head; without ``.weight``
     """
 
@@ -105,15 +113,20 @@ class Quantisation(StrictModel):
 
 
 class HeadQuantisation(StrictModel):
-    """Of lm_head; beside it draft heads are brought to 4 bits when they are loaded.  ``group``: the most weights
-    that share a scale."""
+    """Of lm_head; beside it draft heads are brought to 4 bits when they are loaded.
+
+    ``group``: the most weights that share a scale.
+    """
 
     kind: Literal["int8", "int4"]
     group: Count
 
 
 def types_text(dtype: str, weights: str | None) -> str:
-    """In which types a model is and computes; ``weights``: as :attr:`Manifest.stored`, None: not known."""
+    """Name the types in which a model is and computes.
+
+    ``weights``: as :attr:`Manifest.stored`, None: not known.
+    """
     if dtype == "mixed":
         dtype, weights = "fp32", "in 16 bits" if weights == "mixed" else weights
     if weights is None:
@@ -124,7 +137,9 @@ def types_text(dtype: str, weights: str | None) -> str:
 
 
 class Manifest(StrictModel):
-    """dtype          as requested
+    """The description of a sharded model.
+
+    dtype          as requested
     compute_dtype  of activations, caches and 16-bit weights
     lm_head        None: stored like the embeddings
     candidates     of D0's candidate head (``model.candidates``); 0: drafts read all of lm_head
@@ -151,7 +166,7 @@ class Manifest(StrictModel):
 
     @classmethod
     def read(cls, directory: Path | str) -> Manifest:
-        """UsageError if there is no manifest; FlowspecError if it is invalid or of another format."""
+        """Read a manifest; UsageError if there is none, FlowspecError if it is invalid or of another format."""
         path = Path(directory) / MANIFEST
         if not path.exists():
             raise UsageError(f"{directory} is not a sharded model: {MANIFEST} is missing; make one with: "
@@ -162,7 +177,7 @@ class Manifest(StrictModel):
 
     @classmethod
     def parse(cls, raw: bytes, path: Path) -> Manifest:
-        """FlowspecError, which names ``path``, if it is invalid or of another format."""
+        """Parse a manifest; FlowspecError, which names ``path``, if it is invalid or of another format."""
         fields = parse_json(raw, str(path))
         version = fields.get("format") if isinstance(fields, dict) else None
         if version != FORMAT:
@@ -185,8 +200,10 @@ class Manifest(StrictModel):
 
     @property
     def stored(self) -> str:
-        """What is stored in which type, such as "int4, lm_head int8, KV cache int8"; what is not named is in
-        the compute dtype."""
+        """What is stored in which type, such as "int4, lm_head int8, KV cache int8".
+
+        What is not named is in the compute dtype.
+        """
         return ", ".join([self.quantisation.stored if self.quantisation else self.compute_dtype,
                           *([f"lm_head {self.lm_head.kind}"] if self.lm_head else []),
                           *([f"KV cache {self.kv_cache}"] if self.kv_cache != "16bit" else [])])
@@ -206,14 +223,16 @@ class Manifest(StrictModel):
         return (self._directory / part).is_dir()
 
     def check(self, part: str, progress: Progress | None = None) -> None:
-        """FlowspecError that names the first file that is missing, altered, or not in the manifest."""
+        """Raise FlowspecError for the first file that is missing, altered, or not in the manifest."""
         for path, sha256 in self.check_sizes(part).items():
             if sha256_of(path, progress) != sha256:
                 raise altered(path)
 
     def check_sizes(self, part: str) -> dict[Path, str]:
-        """The sha256 that each file must have, without reading any.  FlowspecError that names the first file
-        that is missing, of another size, or not in the manifest."""
+        """Return the sha256 that each file must have, without reading any.
+
+        FlowspecError that names the first file that is missing, of another size, or not in the manifest.
+        """
         home = self._directory / part
         files = {self._directory / file.path: file for file in self.part(part).files}
         for path, file in files.items():
@@ -248,5 +267,5 @@ class Manifest(StrictModel):
 
 
 def stage_part(index: int) -> str:
-    """The part of stage ``index`` (from 0); directories count from 1."""
+    """Return the part of stage ``index`` (from 0); directories count from 1."""
     return f"stage-{index + 1}"

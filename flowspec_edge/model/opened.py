@@ -54,7 +54,10 @@ _TOKENIZER = ("tokenizer.json", "tokenizer.model")
 
 @dataclass(frozen=True)
 class OpenModel:
-    """``quantised``: AWQ and GPTQ checkpoints are accepted, which sharding converts."""
+    """A model that a user named.
+
+    ``quantised``: AWQ and GPTQ checkpoints are accepted, which sharding converts.
+    """
 
     path: Path
     quantised: bool = False
@@ -83,11 +86,11 @@ class OpenModel:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """None unless it is sharded; FlowspecError if it is invalid or of another format."""
+        """The manifest; None unless the model is sharded; FlowspecError if it is invalid or of another format."""
         return self._read_manifest() if self.sharded else None
 
     def require_manifest(self) -> Manifest:
-        """As :attr:`manifest`; UsageError unless the model is sharded."""
+        """Return :attr:`manifest`; UsageError unless the model is sharded."""
         return self.manifest or self._read_manifest()
 
     def _read_manifest(self) -> Manifest:
@@ -107,8 +110,10 @@ class OpenModel:
         return self.path / "draft" if self.sharded else self.path
 
     def draft(self, kind: str) -> Path | None:
-        """The directory of its draft model of ``kind``, or of the target whose checkpoint holds it; None if
-        it has none."""
+        """Return the directory of its draft model of ``kind``, or of the target whose checkpoint holds it.
+
+        None if it has none.
+        """
         draft_kind = draft_kind_named(kind)
         path = self.parts / draft_kind.directory
         if draft_kind.in_target and not path.is_dir() and draft_kind in self._own_layers:
@@ -148,8 +153,11 @@ class OpenModel:
 
     @contextmanager
     def part(self, name: str) -> Iterator[OpenPart]:
-        """Open one part of a sharded model, compared with its manifest: names, sizes and small files before the
-        block, the sha256 of weights after it.  Use nothing that the block has loaded before it has ended.
+        """Open one part of a sharded model, compared with its manifest.
+
+        Names, sizes and small files are compared before the block, the sha256 of weights after it.  Use nothing
+        that the
+        block has loaded before it has ended.
 
         Of a checkpoint every part is the whole target, which is compared with nothing.  FlowspecError that names a
         missing, altered or unexpected file.
@@ -217,8 +225,10 @@ class OpenModel:
 
     @property
     def weight_values(self) -> int:
-        """Return the number of values in the target's weights. For a checkpoint it follows from the sizes of its
-        files."""
+        """Return the number of values in the target's weights.
+
+        For a checkpoint it follows from the sizes of its files.
+        """
         if (table := self.target / GGUF_TABLE).is_file():
             return sum(prod(tensor["shape"]) for tensor in read_json_object(table)["tensors"].values())
         dtype_name = str(self.config.get("dtype") or self.config.get("torch_dtype"))
@@ -250,7 +260,7 @@ class OpenPart:
 
     @cached_property
     def decoder(self) -> DecoderConfig:
-        """As of the model."""
+        """The configuration of the decoder's layers."""
         return read_decoder_config(self.directory, self.quantised)
 
 
@@ -272,7 +282,7 @@ def missing_own_layer(kind: DraftKind, model: OpenModel | None, family: str = ""
 
 
 def resolve_model(name_or_path: str | Path | None = None, quantised: bool = False) -> OpenModel:
-    """A model by directory, or by name: a shipped one, or a fetched one of the catalogue.
+    """Return a model by directory, or by name: a shipped one, or a fetched one of the catalogue.
 
     UsageError if it or a file of its target is missing, or if stages cannot run it; ``quantised`` accepts AWQ
     and GPTQ.  Warns of files beside its weights that are not read.
@@ -295,7 +305,7 @@ def resolve_model(name_or_path: str | Path | None = None, quantised: bool = Fals
 
 
 def refuse_two_targets(model: OpenModel) -> None:
-    """UsageError if a directory is a checkpoint and has one in it, or is a sharded model and a checkpoint."""
+    """Raise UsageError if a directory is a checkpoint and has one in it, or is a sharded model and a checkpoint."""
     outer, inner = model.path / "config.json", model.path / "target" / "config.json"
     if outer.is_file() and model.sharded:
         raise UsageError(f"{model.path} contains both a sharded model ({MANIFEST}) and a checkpoint ({outer.name}): "
@@ -305,7 +315,9 @@ def refuse_two_targets(model: OpenModel) -> None:
 
 
 def model_path(name_or_path: str) -> Path | None:
-    """The directory of a shipped or a fetched model, of a GGUF file, or the one of this name; None if there is none.
+    """Return the directory of a shipped or a fetched model, of a GGUF file, or the one of this name.
+
+    None if there is none.
 
     Errors as for ``model.gguf.home``.
     """
@@ -327,8 +339,12 @@ def model_path(name_or_path: str) -> Path | None:
 
 
 def require_name(name_or_path: str) -> None:
-    """UsageError for what is no directory, no config.json, no name of the catalogue and no repository's name:
-    without torch, which what opens a model imports."""
+    """Raise UsageError for what names no model.
+
+    A model is a directory, a config.json, a name of the catalogue or a repository's name.  The check needs no
+    torch, which
+    what opens a model imports.
+    """
     from flowspec_edge.model.catalogue import find_known_model, is_repository_name
 
     path = Path(name_or_path)
@@ -399,7 +415,7 @@ _NOT_APPLIED_DRAWING: dict[str, tuple[Any, ...]] = {
 
 def choose_sampling(requested: Sampling, set_by_user: Collection[str], model: OpenModel
                     ) -> tuple[Sampling, dict[str, Origin]]:
-    """``requested``, completed by generation_config.json, and the origin of each value.
+    """Complete ``requested`` by generation_config.json, and return the origin of each value.
 
     ``set_by_user`` names the user's options, which take precedence.  Only with ``do_sample`` does the file
     recommend temperature (1 if absent), top_k, top_p and min_p; transformers' defaults are no recommendation.
@@ -429,7 +445,7 @@ def _recommended(model: OpenModel) -> dict[str, Any]:
 
 
 def not_applied(model: OpenModel, sampling: Sampling) -> list[str]:
-    """Settings in generation_config.json that are ignored but would change the text, as "name value"."""
+    """List settings of generation_config.json that are ignored but would change the text, as "name value"."""
     config = model.generation_config
     settings = _NOT_APPLIED if sampling.greedy else _NOT_APPLIED | _NOT_APPLIED_DRAWING
     return [f"{name} {config[name]}" for name, neutral in settings.items()

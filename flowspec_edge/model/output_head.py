@@ -49,7 +49,7 @@ class OutputHead(nn.Module):
 
     def __init__(self, blocks: Sequence[RowBlock], hidden_size: int, dtype: torch.dtype, device: torch.device
                  ) -> None:
-        """``blocks``: modules whose rows follow one another."""
+        """Join ``blocks``, modules whose rows follow one another."""
         super().__init__()
         self.blocks = nn.ModuleList(cast(Sequence[nn.Module], blocks))
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
@@ -78,7 +78,7 @@ class OutputHead(nn.Module):
         return all(block.looks_up_rows if isinstance(block, RowLookUp) else _has_rows(block) for block in self.blocks)
 
     def logits_at(self, states: Tensor, ids: Tensor) -> Tensor:
-        """The logits of each state's own tokens ``ids`` [n, k], for states [n, H]: [n, k]."""
+        """Return the logits of each state's own tokens ``ids`` [n, k], for states [n, H]: [n, k]."""
         parts, lo = [], 0
         for block, size in zip(self.blocks, self._sizes, strict=True):
             parts.append(_logits_at(block, states, (ids - lo).clamp(0, size - 1)))
@@ -90,7 +90,7 @@ class OutputHead(nn.Module):
         return logits
 
     def restrict_to(self, ids: Tensor) -> nn.Module:
-        """The logits of the tokens ``ids`` [n] alone: [..., H] to [..., n].
+        """Return the logits of the tokens ``ids`` [n] alone: [..., H] to [..., n].
 
         It holds copies of their rows, or computes all logits if this matrix is quantised.
         """
@@ -130,7 +130,7 @@ class _RestrictedHead(nn.Module):
 
 
 class MatrixRows(nn.Module):
-    """``weight`` [n, H] as it is; ``nn.Linear`` would allocate its own first."""
+    """Rows of a matrix ``weight`` [n, H], as it is; ``nn.Linear`` would allocate its own first."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class MatrixRows(nn.Module):
 
 
 def as_output_head(weight: Tensor | OutputHead) -> OutputHead:
-    """``weight`` [V, H] is not copied."""
+    """Return an output head; a matrix ``weight`` [V, H] is not copied."""
     if isinstance(weight, OutputHead):
         return weight
     return OutputHead([MatrixRows(weight)], weight.shape[1], weight.dtype, weight.device)

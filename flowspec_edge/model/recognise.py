@@ -31,7 +31,7 @@ _MOST_ENTRIES = 200  # of a directory, to look at
 
 
 def refuse_unless_runnable(directory: Path, quantised: bool = False) -> None:
-    """UsageError if ``directory`` holds something else than a checkpoint that stages can run.
+    """Raise UsageError if ``directory`` holds something else than a checkpoint that stages can run.
 
     A checkpoint may still lack files; weights and tokenizer need not be there.  ``quantised`` accepts AWQ and
     GPTQ, which sharding converts.
@@ -48,12 +48,12 @@ def refuse_unless_runnable(directory: Path, quantised: bool = False) -> None:
 
 
 def describe(directory: Path) -> str | None:
-    """What a directory without config.json is, in one line with a next step; None: cannot be told."""
+    """Return what a directory without config.json is, in one line with a next step; None: cannot be told."""
     return next(_without_config(directory), None)
 
 
 def require_family(config: Mapping[str, Any], path: Path | str) -> None:
-    """UsageError if stages cannot run models with this ``config``, of ``path``."""
+    """Raise UsageError if stages cannot run models with this ``config``, of ``path``."""
     family, inner = config.get("model_type"), config.get("text_config")
     if not isinstance(family, str):
         raise UsageError(f"{path} names no model_type: it is not the configuration of a model, or an old "
@@ -73,8 +73,7 @@ def require_family(config: Mapping[str, Any], path: Path | str) -> None:
 
 
 def refuse_quantised(config: Mapping[str, Any], path: Path | str, converted: bool = False) -> None:
-    """UsageError for weights that are quantised in a way that cannot be read, or that must be ``converted``
-    first."""
+    """Raise UsageError for weights in a form that cannot be read, or that must be ``converted`` first."""
     home = Path(path).parent
     quantisation = config.get("quantization_config")
     if not quantisation:
@@ -108,7 +107,7 @@ def _explain_quantised(file: Path, method: str, config: Path) -> str:
 
 
 def _other_kinds(directory: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    """What a directory with a config.json is instead of a model."""
+    """Yield what a directory with a config.json is instead of a model."""
     if (directory / ADAPTER).is_file() and locate(directory) is None:
         yield _adapter(directory)
     if "pretrained_config" in config or "build_config" in config:
@@ -121,7 +120,7 @@ def _other_kinds(directory: Path, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def head_kind(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The kind of draft head in ``directory``, with its article; None if it is none."""
+    """Return the kind of draft head in ``directory``, with its article; None if it is none."""
     name = recognise_format(config)
     if name is not None:
         return f"a draft head ({name})" + ("" if kind_of_format(name) else ", of a format that cannot be run")
@@ -167,7 +166,7 @@ _OTHER_ENTRIES = (
 
 
 def _files_alone(directory: Path) -> Iterator[str]:
-    """What is there instead of weights that can be read."""
+    """Yield what is there instead of weights that can be read."""
     entries = _entries(directory)
     below = [f"onnx/{entry}" for entry in _entries(directory / "onnx")]
     for ends, description in _OTHER_FILES:
@@ -177,7 +176,7 @@ def _files_alone(directory: Path) -> Iterator[str]:
 
 
 def _elsewhere(directory: Path, entries: list[str]) -> Iterator[str]:
-    """A checkpoint below, as in a cache of the hub's client."""
+    """Yield a checkpoint below, as in a cache of the hub's client."""
     candidates = [directory / "snapshots" / entry for entry in _entries(directory / "snapshots")]
     candidates += [directory / entry for entry in entries]
     checkpoints = [str(candidate) for candidate in candidates if (candidate / "config.json").is_file()]
@@ -196,7 +195,7 @@ def _adapter(directory: Path) -> str:
 
 
 def refuse_part(directory: Path) -> None:
-    """UsageError if ``directory``, which a user gave, is one part of a sharded model."""
+    """Raise UsageError if ``directory``, which a user gave, is one part of a sharded model."""
     resolved = directory.resolve()
     model_directory = resolved.parent.parent if resolved.parent.name == "draft" else resolved.parent
     if resolved.name.startswith(("stage-", "draft", "target")) and (model_directory / MANIFEST).is_file():

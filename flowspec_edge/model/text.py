@@ -39,9 +39,10 @@ _CONTEXT = 8  # preceding tokens that affect the text of the next
 
 
 class Tokenizer:
-    """``chat_template``: one of ``chat.BUILT_IN``, or a file with a Jinja template.
+    """A model's tokenizer and chat template.
 
-    None uses the tokenizer's own template, else the built-in one for the model's name.
+    ``chat_template``: one of ``chat.BUILT_IN``, or a file with a Jinja template; None: the tokenizer's own, else the
+    built-in one for the model's name.
     """
 
     def __init__(self, model: OpenModel, chat_template: str | None = None) -> None:
@@ -73,7 +74,7 @@ class Tokenizer:
         return self._require_in_vocabulary(ids)
 
     def words(self, text: str) -> list[tuple[int, ...]]:
-        """The tokens of ``text`` within an answer: at its beginning, and after a space."""
+        """Return the tokens of ``text`` within an answer: at its beginning, and after a space."""
         encodings = (tuple(self._ids(start + text.lstrip(), False)) for start in ("", " "))
         return [*dict.fromkeys(ids for ids in encodings if ids)]
 
@@ -132,8 +133,10 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """No token stands for more characters. A byte-level vocabulary spells each byte as a character, and a
-        character has at least one byte."""
+        """No token stands for more characters.
+
+        A byte-level vocabulary spells each byte as a character, and a character has at least one byte.
+        """
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     @property
@@ -164,12 +167,12 @@ class Tokenizer:
         return frozenset(ends | {special[end] for end in turn_ends(self._jinja or "") if end in special})
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """``special``: with special tokens."""
+        """Decode token ids to text; ``special``: with special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special,
                                           clean_up_tokenization_spaces=False))
 
     def _require_in_vocabulary(self, ids: list[int]) -> list[int]:
-        """UsageError for a token that the tokenizer has and the model lacks, such as an added <pad>."""
+        """Raise UsageError for a token that the tokenizer has and the model lacks, such as an added <pad>."""
         vocabulary = int(self._model.config["vocab_size"])
         for token in ids:
             if token >= vocabulary:
@@ -210,8 +213,10 @@ class Tokenizer:
 
 
 def _up_to_here(text: str, content: str) -> str:
-    """A rendered chat up to the mark at the end of its last message's ``content``; a template that strips
-    messages strips spaces before the end, too."""
+    """Return a rendered chat up to the mark at the end of its last message's ``content``.
+
+    A template that strips messages strips spaces before the end, too.
+    """
     at = text.rfind(_HERE.strip())
     if at < 0 or content.strip() not in text:
         raise UsageError("its last message is not in the prompt as it was written, so it cannot be continued")
@@ -219,8 +224,9 @@ def _up_to_here(text: str, content: str) -> str:
 
 
 class TextStream:
-    """Writes the text of tokens as they arrive; a character split over tokens waits for its last byte, and at
-    most three bytes wait.
+    """Writes the text of tokens as they arrive.
+
+    A character split over tokens waits for its last byte, and at most three bytes wait.
 
     The text does not depend on how many tokens arrive at a time.  It equals that of all tokens decoded
     together, except near invalid UTF-8, where some tokenizers change characters already written.  The work
@@ -229,7 +235,10 @@ class TextStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], write: Callable[[str], None],
                  after: Sequence[int] = ()) -> None:
-        """``after``: the preceding ids.  Some tokenizers drop the leading space of a text's first token."""
+        """Write text as tokens come; ``after``: the preceding ids.
+
+        Some tokenizers drop the leading space of a text's first token.
+        """
         self._decode, self._write = decode, write
         self._ids = self._lead(after)  # the newest, which affect the text of the next
         self._text = self._decode(self._ids)  # of these
@@ -248,13 +257,13 @@ class TextStream:
             self._write(remaining)
 
     def _lead(self, ids: Sequence[int]) -> list[int]:
-        """The last few of ``ids``, starting at a character: a partial one would change the text after it."""
+        """Return the last few of ``ids``, starting at a character: a partial one would change the text after it."""
         starts = range(max(0, len(ids) - _CONTEXT), len(ids))
         tails = (list(ids[start:]) for start in starts)
         return next((tail for tail in tails if _UNFINISHED not in self._decode(tail)), [])
 
     def _pushed(self, token: int) -> str:
-        """The text that is certain with one more token."""
+        """Return the text that is certain with one more token."""
         self._ids.append(token)
         text = self._decode(self._ids)
         if text and text == self._text and not self._decode([token]):  # it has no text, and there may be many
@@ -276,8 +285,9 @@ class TextStream:
 
     def _unfinished(self, text: str) -> int:
         """How many of the last characters of ``text`` may change: the bytes of one character at most.
-        Decoders write one sign for the bytes of an incomplete character, or with byte fallback one for each
-        byte."""
+
+        Decoders write one sign for the bytes of an incomplete character, or with byte fallback one for each byte.
+        """
         if not text.endswith(_UNFINISHED):
             return 0
         count = 1

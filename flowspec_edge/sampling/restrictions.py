@@ -17,8 +17,10 @@ class AnswerRestrictions:
     """The restrictions of one answer, which grows."""
 
     def __init__(self, restrictions: Restrictions, prompt: Sequence[int], ends: Iterable[int]) -> None:
-        """``ends``: the tokens that end the answer. The model's vocabulary may lack some that its tokenizer
-        has."""
+        """Begin an answer to ``prompt``.
+
+        ``ends``: the tokens that end the answer. The model's vocabulary may lack some that its tokenizer has.
+        """
         self._restrictions = restrictions
         self._ends = sorted(ends)
         self._length = 0  # of the answer
@@ -29,13 +31,15 @@ class AnswerRestrictions:
         self._always: NDArray[np.bool_] | None = None  # what the text before a row does not change
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The answer continues with ``tokens``."""
+        """Append ``tokens`` to the answer."""
         self._length += len(tokens)
         self._tail = self._after(tokens)
 
     def allowed(self, path: Sequence[int], vocabulary: int) -> NDArray[np.uint8]:
-        """Return which tokens may follow the answer and then ``path``: ceil(V / 8) bytes with a bit each, the
-        lowest first."""
+        """Return which tokens may follow the answer and then ``path``.
+
+        The result has ceil(V / 8) bytes with a bit for each token, the lowest first.
+        """
         if self._always is None or len(self._always) != vocabulary:
             self._always = self._allowed_always(vocabulary)
         may = self._always.copy()

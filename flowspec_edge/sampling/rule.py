@@ -31,8 +31,7 @@ GAMMA = 0x9E3779B97F4A7C15 - 2**64  # between the states of SplitMix64, as int64
 
 @lru_cache(maxsize=16)
 def gumbel(seed: int, position: int, vocabulary: int) -> NDArray[np.float64]:
-    """Gumbel(0, 1) noise of every token at one absolute position, whatever ``vocabulary`` is: float64
-    [vocabulary]."""
+    """Gumbel(0, 1) noise of every token at one absolute position, whatever ``vocabulary`` is: float64 [vocabulary]."""
     noise = gumbel_at(seed, np.array([position]), np.arange(vocabulary))
     noise.setflags(write=False)
     return noise
@@ -59,14 +58,15 @@ def gumbel_from(words: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def keys(seed: int, positions: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Seeds of the words at each position, outputs of ``seed``'s generator: int64, of their shape; token v
-    takes output v of its position's."""
+    """Seeds of the words at each position, outputs of ``seed``'s generator: int64, of their shape.
+
+    Token v takes output v of its position's.
+    """
     return splitmix64(np.array([seed], np.int64), positions)
 
 
 def splitmix64(start: NDArray[np.int64], index: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Output ``index`` (from 0) of SplitMix64 seeded with ``start``: the bits of uint64 as int64; both
-    broadcast.
+    """Output ``index`` (from 0) of SplitMix64 seeded with ``start``: the bits of uint64 as int64; both broadcast.
 
     Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the constants
     of Vigna's splitmix64.c: its state only counts, so any output can be had alone.
@@ -78,8 +78,7 @@ def splitmix64(start: NDArray[np.int64], index: NDArray[np.integer]) -> NDArray[
 
 
 def mixed(x: Any) -> Any:
-    """SplitMix64's output for these states, in their place: an int64 array of numpy, or of torch on any
-    device."""
+    """SplitMix64's output for these states, in their place: an int64 array of numpy, or of torch on any device."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1)):
         upper = x >> shift
         upper &= (1 << 64 - shift) - 1  # the shift repeats the sign
@@ -90,9 +89,11 @@ def mixed(x: Any) -> Any:
 
 
 def log_probs(logits: NDArray[np.floating], sampling: Sampling) -> NDArray[np.float64]:
-    """log p after temperature, top-k, top-p, then min-p (transformers' order): float64 [n, V]; excluded:
-    -inf.  Top-p keeps the smallest set of likeliest tokens with mass top_p, at least one.  Undefined for
-    greedy."""
+    """Return log p after temperature, top-k, top-p, then min-p (transformers' order): float64 [n, V].
+
+    Excluded tokens have -inf.  Top-p keeps the smallest set of likeliest tokens with mass top_p, at least one.
+    Undefined for greedy.
+    """
     x = scaled = logits.astype(np.float64) / sampling.temperature
     if 0 < sampling.top_k < x.shape[-1]:
         kth = np.partition(x, -sampling.top_k, axis=-1)[..., -sampling.top_k, None]
@@ -114,8 +115,7 @@ def log_probs(logits: NDArray[np.floating], sampling: Sampling) -> NDArray[np.fl
 
 def choose(logits: NDArray[np.floating], positions: NDArray[np.integer], sampling: Sampling
            ) -> NDArray[np.int32]:
-    """int32 [n] from the target's ``logits`` [n, V]; a successor takes the noise of its row's position +
-    1."""
+    """int32 [n] from the target's ``logits`` [n, V]; a successor takes the noise of its row's position + 1."""
     if sampling.greedy or not len(logits):
         return np.asarray(logits.argmax(axis=-1), dtype=np.int32) if len(logits) else np.empty(0, np.int32)
     scores = log_probs(logits, sampling)

@@ -56,14 +56,14 @@ _blocks = lru_cache(maxsize=2 * SESSIONS)(_noise)  # a tree may reach into the n
 
 
 def gumbel_from(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """``rule.gumbel_from`` in ``dtype``; without comparisons, which on a CPU take longer than logarithms."""
+    """Compute ``rule.gumbel_from`` in ``dtype``, without comparisons, which on a CPU take longer than logarithms."""
     t = torch.add(torch.tensor(2.0**-65, dtype=dtype), words, alpha=2.0**-64)
     log_u = F.threshold(t, 0.0, 1.0).log_().add_(t.clamp_(max=0.0).log1p_())
     return log_u.neg_().log_().neg_()
 
 
 def device_words(seed: int, positions: NDArray[np.integer], vocabulary: int, device: torch.device) -> Tensor:
-    """The words of the first ``vocabulary`` tokens at ``positions`` [p]: int64 [p, vocabulary]."""
+    """Return the words of the first ``vocabulary`` tokens at ``positions`` [p]: int64 [p, vocabulary]."""
     token_steps = torch.arange(1, vocabulary + 1, device=device).mul_(GAMMA)
     words = torch.empty(len(positions), vocabulary, dtype=torch.int64, device=device)
     for row, key in zip(words, keys(seed, positions).tolist(), strict=True):
@@ -101,7 +101,7 @@ def first_largest(x: Tensor) -> Tensor:
 
 
 def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest values of each row, falling, and their indices: [n, k] and int64 [n, k]."""
+    """Return the k largest values of each row, falling, and their indices: [n, k] and int64 [n, k]."""
     n, width = x.shape
     full_width = width // _SPAN * _SPAN
     if full_width < 4 * k * _SPAN:
@@ -118,7 +118,7 @@ def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=8)
 def _offsets(full_width: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The places in a block, int64 [_SPAN], and in a row after its last block."""
+    """Return the places in a block, int64 [_SPAN], and in a row after its last block."""
     return torch.arange(_SPAN, device=device), torch.arange(full_width, width, device=device)
 
 
@@ -150,7 +150,7 @@ class AnswerPenalties:
             self._text_tokens = set()
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """The answer continues with ``tokens``."""
+        """Append ``tokens`` to the answer."""
         for token in tokens:
             self._counts[token] += 1
             self._text_tokens.add(token)
@@ -158,8 +158,10 @@ class AnswerPenalties:
 
     @torch.inference_mode()
     def applied(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Return ``logits`` [n, V] with the changes, at least in float32. ``paths`` has, for each row, the tokens
-        between the answer and the row's successor."""
+        """Return ``logits`` [n, V] with the changes, at least in float32.
+
+        ``paths`` has, for each row, the tokens between the answer and the row's successor.
+        """
         logits = wide(logits)
         if self._state is None:
             width = logits.shape[-1]
@@ -185,8 +187,10 @@ class AnswerPenalties:
         return changed
 
     def _state_of(self, like: Tensor, token_counts: Sequence[tuple[int, int, bool]]) -> _PenaltyState:
-        """``token_counts``: tokens, their counts in an answer, and whether the text has them. Without a repetition
-        penalty the changes are one sum."""
+        """Make the changes of ``token_counts``: tokens, their counts in an answer, and whether the text has them.
+
+        Without a repetition penalty the changes are one sum.
+        """
         bias = [self._penalties.logit_bias.get(token, 0.0) for token, _, _ in token_counts]
         costs = [self._penalties.cost(count) for _, count, _ in token_counts]
         if self._penalties.repetition == 1.0:
@@ -220,9 +224,11 @@ _EXCLUDED = -1e30  # added to a score, or instead of it
 
 def choose(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
            allowed: NDArray[np.uint8] | None = None) -> NDArray[np.int32]:
-    """The tokens of ``sampling.rule.choose``, for ``logits`` [n, V] on any device: int32 [n]. Only tokens
-    whose bits are set in ``allowed`` [n, ceil(V / 8)], the lowest bit first, at least one in each row, are
-    chosen; top-k and top-p count only them."""
+    """Return the tokens of ``sampling.rule.choose``, for ``logits`` [n, V] on any device: int32 [n].
+
+    Only tokens whose bits are set in ``allowed`` [n, ceil(V / 8)], the lowest bit first, at least one in each row,
+    are chosen; top-k and top-p count only them.
+    """
     if not len(logits):
         return np.empty(0, np.int32)
     if allowed is not None:
@@ -247,7 +253,7 @@ def choose(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
 def rank_children(logits: Tensor, positions: NDArray[np.integer], k: int, sampling: Sampling, rank: Rank,
                   tau: float = 0.6, draft_vocabulary: DraftVocabulary | None = None
                   ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """The k best children of each row in falling order: ids int32 [n, k], log scores float64 [n, k].
+    """Return the k best children of each row in falling order: ids int32 [n, k], log scores float64 [n, k].
 
     ``rank="draft"``: by log softmax(logits) (EAGLE-2).  ``rank="noise"``: by log q + g, with the target's own
     noise; scores are log softmax((log q + g) / tau).  Greedy: both are the same.  ``logits`` are [n, V], or
@@ -265,15 +271,17 @@ def rank_children(logits: Tensor, positions: NDArray[np.integer], k: int, sampli
 
 
 def likeliest(logits: Tensor, k: int) -> Tensor:
-    """The first step of :func:`rank_children`, on the device, for as many rows as there are: packed."""
+    """Return the first step of :func:`rank_children`, on the device, for as many rows as there are: packed."""
     values, best = largest(torch.log_softmax(wide(logits), -1), min(k, logits.shape[-1]))
     return packed(best, values)
 
 
 def fetched_children(children: list[Tensor], draft_vocabulary: DraftVocabulary | None
                      ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Fetch the children that :func:`likeliest` ranked: the second step of :func:`rank_children`, which waits for the
-    device."""
+    """Fetch the children that :func:`likeliest` ranked, as :func:`rank_children` returns them.
+
+    This second step waits for the device.
+    """
     ids, scores = np.split(fetched(children), 2, axis=1)
     tokens = ids.astype(np.int64)
     if draft_vocabulary:
@@ -283,8 +291,10 @@ def fetched_children(children: list[Tensor], draft_vocabulary: DraftVocabulary |
 
 def log_probs(logits: Tensor, tokens: NDArray[np.integer], most: int
               ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
-    """Return the log softmax at ``tokens`` [n], float64 [n], and the ids and values of the ``most`` likeliest tokens in
-    falling order, [n, most]."""
+    """Return the log softmax at ``tokens`` [n], and the ``most`` likeliest tokens.
+
+    The first is float64 [n]; the likeliest are ids and values in falling order, [n, most].
+    """
     x = logits.double()
     x = x - torch.logsumexp(x, -1, keepdim=True)
     token_values = x.gather(1, indices(tokens, x.device)[:, None])
@@ -298,8 +308,10 @@ def _ids_on(draft_vocabulary: DraftVocabulary, device: torch.device) -> Tensor:
 
 
 def _unpacked(bits: NDArray[np.uint8], width: int, device: torch.device) -> Tensor:
-    """bool [n, width] of bits [n, ceil(width / 8)]; on an accelerator there, since a byte for each token
-    would take long to upload."""
+    """Unpack bits [n, ceil(width / 8)] to bool [n, width].
+
+    On an accelerator this happens there, since a byte for each token would take long to upload.
+    """
     if device.type == "cpu":  # numpy is faster
         return torch.from_numpy(np.unpackbits(bits, 1, width, "little").view(np.bool_))
     packed = to_device(torch.from_numpy(bits), device)
@@ -371,8 +383,10 @@ def _weights(x: Tensor, scale: float) -> Tensor:
 
 
 def _above(p: Tensor, floor: Tensor) -> Tensor:
-    """``p`` [n, V], 0 where not above ``floor`` [n, 1]; by rows on a CPU, where comparing is 7 times
-    slower."""
+    """Return ``p`` [n, V] with 0 where it is not above ``floor`` [n, 1].
+
+    By rows on a CPU, where comparing is 7 times slower.
+    """
     if p.device.type != "cpu":
         return torch.where(p > floor, p, 0.0)
     for row, limit in zip(p, floor.flatten().tolist(), strict=True):
@@ -382,7 +396,7 @@ def _above(p: Tensor, floor: Tensor) -> Tensor:
 
 def _noisy(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
            draft_vocabulary: DraftVocabulary | None = None) -> Tensor:
-    """x / T + g: [n, V], or [n, D] over ``draft_vocabulary``."""
+    """Return x / T + g: [n, V], or [n, D] over ``draft_vocabulary``."""
     vocabulary = draft_vocabulary.vocabulary if draft_vocabulary else logits.shape[-1]
     rows = noise_rows(sampling.seed, positions + 1, vocabulary, logits)
     if draft_vocabulary:
@@ -397,7 +411,7 @@ def _noisy(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
 
 
 def _likely(noisy: Tensor, logits: Tensor, sampling: Sampling) -> Tensor:
-    """``noisy`` [n, V], without the tokens that min-p excludes, by the definition's arithmetic."""
+    """Return ``noisy`` [n, V] without the tokens that min-p excludes, by the definition's arithmetic."""
     if not sampling.min_p:
         return noisy
     scaled = logits.double() / sampling.temperature
@@ -411,7 +425,7 @@ def _clearly_ahead(first: NDArray[np.float64], second: NDArray[np.float64]) -> N
 
 def _draw_from(x: NDArray[np.float64], ids: NDArray[np.int64], positions: NDArray[np.integer],
                sampling: Sampling) -> NDArray[np.int64]:
-    """The token drawn from ``ids`` [n, c] with logits ``x``, by the definition's arithmetic: [n]."""
+    """Return the token drawn from ``ids`` [n, c] with logits ``x``, by the definition's arithmetic: [n]."""
     order = np.lexsort((ids, -x))
     ids, scaled = np.take_along_axis(ids, order, -1), np.take_along_axis(x, order, -1) / sampling.temperature
     p = np.exp(scaled - np.logaddexp.reduce(scaled, -1, keepdims=True))

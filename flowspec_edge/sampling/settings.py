@@ -16,8 +16,11 @@ _LEAST_REPETITION, _MOST_REPETITION = 0.01, 100.0
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """``temperature`` 0 is greedy, and so is ``top_p`` 0; ``top_k`` 0 keeps all; ``min_p`` keeps the tokens
-    that are at least so likely as this share of the likeliest one, after temperature, top-k and top-p."""
+    """How the next token is drawn; ``temperature`` 0 is greedy, and so is ``top_p`` 0.
+
+    ``top_k`` 0 keeps all tokens.  ``min_p`` keeps the tokens that are at least so likely as this share of the
+    likeliest one, after temperature, top-k and top-p.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -43,16 +46,17 @@ class Sampling:
 
     @property
     def least_log(self) -> float:
-        """Of the scores x / T below the largest one, those under this are excluded by min-p."""
+        """The least score x / T, beside a largest one of 0, that min-p does not exclude."""
         return math.log(self.min_p) if self.min_p else -math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """What changes logits before temperature, top-k, top-p and a grammar, in this order: logit_bias is added;
-    the logit of a token of the prompt or of the answer before the row is divided by repetition if it is
-    positive, else multiplied (transformers); frequency x count + (presence if count) is subtracted, with the
-    token's count in the answer before the row (OpenAI).
+    """What changes logits before temperature, top-k, top-p and a grammar.
+
+    First logit_bias is added.  Then the logit of a token of the prompt or of the answer before the row is divided by
+    repetition if it is positive, else multiplied (transformers).  At last frequency x count + (presence if count) is
+    subtracted, with the token's count in the answer before the row (OpenAI).
 
     frequency, presence  -2 to 2; positive: repetitions are less likely
     logit_bias           token id -> -100 to 100
@@ -82,7 +86,7 @@ class Penalties:
                     or any(self.logit_bias.values()))
 
     def cost(self, count: int) -> float:
-        """What a token's logit loses after an answer that has it ``count`` times."""
+        """Return what a token's logit loses after an answer that has it ``count`` times."""
         return count * self.frequency + (self.presence if count else 0.0)
 
 

@@ -1,4 +1,5 @@
 """Decides who may use the endpoints: by an API key or, if the server has none, by the request's Host header.
+
 Also tells callers apart.
 
 Decisions use the ASGI scope alone. Starlette builds ``request.url`` from the client's Host header, so the
@@ -33,7 +34,7 @@ class AccessMiddleware:
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        """``api_key``: one or several keys, one a line; each key is another caller."""
+        """Take one or several keys, one a line of ``api_key``; each key is another caller."""
         self._app = app
         keys = None if api_key is None else [key.strip() for key in api_key.splitlines() if key.strip()]
         self._expected = None if keys is None else [key.encode() for key in keys]
@@ -70,7 +71,7 @@ def is_loopback(hosts: list[bytes]) -> bool:
 
 
 def _client_keys(scope: Scope) -> list[bytes]:
-    """The keys that a request has, as OpenAI's clients send them and as Anthropic's do."""
+    """Return the keys that a request has, as OpenAI's clients send them and as Anthropic's do."""
     keys = []
     for header in _values(scope, b"authorization")[:1]:
         scheme, _, token = header.partition(b" ")
@@ -83,8 +84,10 @@ def _values(scope: Scope, name: bytes) -> list[bytes]:
 
 
 def caller_of(scope: Scope, user: str | None) -> Caller:
-    """Return a request's caller: API key, address, ``user``. An IPv6 address is replaced by its network.
-    Behind a trusted proxy, the address is the one that the proxy names."""
+    """Return a request's caller: API key, address, ``user``.
+
+    An IPv6 address is replaced by its network. Behind a trusted proxy, the address is the one that the proxy names.
+    """
     host = scope["client"][0] if scope.get("client") else ""
     try:
         address = ipaddress.ip_address(host)

@@ -18,8 +18,11 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that closed its conne
 
 @dataclass
 class AccessRecord:
-    """One request. Times are seconds since its arrival, None for events that did not happen. ``energy_j``: of
-    all boards; None if it was not measured, or if a stop string ended the answer."""
+    """One request.
+
+    Times are seconds since its arrival, None for events that did not happen. ``energy_j``: of all boards; None if
+    it was not measured, or if a stop string ended the answer.
+    """
 
     path: str
     id: str | None = None
@@ -38,8 +41,10 @@ class AccessRecord:
     _token_at: float | None = field(default=None, repr=False)  # when the newest token came
 
     def add_tokens(self, at: float, count: int) -> list[float]:
-        """Note that ``count`` tokens came together, ``at`` in seconds of time.monotonic. Return the seconds
-        between each token and the one before it; the answer's first token has no entry."""
+        """Note that ``count`` tokens came together, ``at`` in seconds of time.monotonic.
+
+        Return the seconds between each token and the one before it; the answer's first token has no entry.
+        """
         gaps = [0.0] * (count - 1)
         if self._token_at is None:
             self.first_token_s = at - self._start
@@ -66,11 +71,13 @@ class AccessRecord:
 
 
 class LimitedHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not generic in Python 3.10
-    """Writes to stderr, at most some lines a minute of each kind, so that no client can fill the disk; the
-    others are counted. Lines of answered requests are not limited: the cluster can answer only so many."""
+    """Writes to stderr, at most some lines a minute of each kind, so that no client can fill the disk.
+
+    The others are counted. Lines of answered requests are not limited: the cluster can answer only so many.
+    """
 
     def __init__(self, most: int = 60, clock: Callable[[], float] = time.monotonic) -> None:
-        """``most``: lines a minute, of one logger, template and HTTP status."""
+        """Limit lines to ``most`` a minute, of one logger, template and HTTP status."""
         super().__init__()
         self._most, self._clock = most, clock
         self._kinds: dict[tuple[object, ...], _Minute] = {}

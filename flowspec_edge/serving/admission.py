@@ -47,8 +47,11 @@ Deliver = Callable[[Event], None]
 
 
 class PendingRequest(RequestHandle):
-    """A client's request. ``deliver`` gets its events, in the cluster's thread, until it is cancelled;
-    ``position``: how many requests had to end before its turn when it arrived."""
+    """A client's request.
+
+    ``deliver`` gets its events, in the cluster's thread, until it is cancelled; ``position``: how many requests had
+    to end before its turn when it arrived.
+    """
 
     def __init__(self, request: Request, deliver: Deliver) -> None:
         super().__init__(request)
@@ -68,7 +71,10 @@ class Readiness:
 
 @dataclass(frozen=True)
 class WaitingRequest:
-    """``ahead``: requests that must end before its turn; ``waited_s``: seconds since its arrival."""
+    """A request that waits.
+
+    ``ahead``: requests that must end before its turn; ``waited_s``: seconds since its arrival.
+    """
     ahead: int
     waited_s: float
     priority: int
@@ -105,9 +111,11 @@ class Admission:
     # ---- from any thread -----------------------------------------------------------------------
 
     def submit(self, request: Request, caller: Caller, deliver: Deliver) -> PendingRequest:
-        """Queue a request; callers take turns. QueueFull if all places are taken and its caller has a share,
-        ClusterUnavailable if the cluster is down. ``deliver`` gets token lists, then one Result or exception,
-        but nothing after :meth:`cancel`."""
+        """Queue a request; callers take turns.
+
+        QueueFull if all places are taken and its caller has a share, ClusterUnavailable if the cluster is down.
+        ``deliver`` gets token lists, then one Result or exception, but nothing after :meth:`cancel`.
+        """
         with self._lock:
             if self._closed:
                 raise ClusterUnavailable(_ENDING)
@@ -200,9 +208,11 @@ class Admission:
 
     def run(self, cluster: SharedCluster, ready: Callable[[], None] = lambda: None,
             interrupt: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Answer requests until :meth:`close` or :meth:`end`; ``ready`` is called after the first token, and
-        ``interrupt`` is entered around the start of a cluster. Raises errors before the first token; later
-        ones go to the clients."""
+        """Answer requests until :meth:`close` or :meth:`end`.
+
+        ``ready`` is called after the first token, and ``interrupt`` is entered around the start of a cluster.
+        Raises errors before the first token; later ones go to the clients.
+        """
         self._interrupt = interrupt
         try:
             with self._lock:
@@ -284,8 +294,10 @@ class Admission:
         return None
 
     def _mark_lost(self, error: Exception) -> str:
-        """Note that the cluster has to pass a probe again; return the reason that clients get. Of a bug they
-        get only the exception's type."""
+        """Note that the cluster has to pass a probe again; return the reason that clients get.
+
+        Of a bug they get only the exception's type.
+        """
         if not isinstance(error, FlowspecError):
             log.error("a fault of this program", exc_info=error)
             error = FlowspecError(f"internal error ({type(error).__name__})")

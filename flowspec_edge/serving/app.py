@@ -55,9 +55,11 @@ _NOT_SERVED = {
 def make_app(admission: Admission, served_model: ServedModel, api_key: str | None = None,
              keep_alive_s: float = KEEP_ALIVE_S, metrics: Metrics | None = None,
              live: Live | None = None, cors_origins: Sequence[str] = ()) -> Starlette:
-    """Without ``api_key`` no key is needed; without ``live`` there is no page. ``keep_alive_s``: seconds
-    without a token after which a stream sends a status line; ``cors_origins``: of web pages that may ask, or
-    "*" for all."""
+    """Without ``api_key`` no key is needed; without ``live`` there is no page.
+
+    ``keep_alive_s``: seconds without a token after which a stream sends a status line; ``cors_origins``: of web
+    pages that may ask, or "*" for all.
+    """
     target = served_model.model
     model_entry = model_object(served_model.name, int(time.time()), served_model.context_tokens, target.max_positions,
                                int(target.config["vocab_size"]), target.hidden_width)
@@ -127,8 +129,7 @@ def make_app(admission: Admission, served_model: ServedModel, api_key: str | Non
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:
-    """Before the check of keys: a browser asks without one whether it may ask with one, and pages read
-    errors, too."""
+    """Before the check of keys: a browser asks without one whether it may ask with one, and pages read errors, too."""
     if not origins:
         return []
     return [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"],
@@ -140,7 +141,7 @@ class CompletionEndpoint:
 
     def __init__(self, admission: Admission, intake: Intake, served_model: ServedModel, keep_alive_s: float,
                  metrics: Metrics | None, door: Door) -> None:
-        """``metrics`` gets the tokens as they come, and every finished request's record."""
+        """Set up the endpoints; ``metrics`` gets the tokens as they come, and every finished request's record."""
         self._admission, self._intake, self._served = admission, intake, served_model
         self._door = door
         self._keep_alive_s = keep_alive_s
@@ -168,8 +169,11 @@ class CompletionEndpoint:
                     self._metrics.request_ended(record)
 
     async def _serve(self, record: AccessRecord, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Return whether the model was asked. Else the request is not logged: only requests that the pipeline
-        answers are bounded, so others could fill the disk."""
+        """Return whether the model was asked.
+
+        Else the request is not logged: only requests that the pipeline answers are bounded, so others could fill
+        the disk.
+        """
         http = Request(scope, receive)
         async with self._intake.body(http) as data:
             body = await self._intake.run("body", caller_of(scope, None), lambda: self._door.read(data), receive)

@@ -15,7 +15,9 @@ _MIN_ANSWER = 64  # tokens; if the answer has less room, the prompt leaves out t
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """limit              tokens that the answer may have
+    """A prompt made from a chat.
+
+    limit              tokens that the answer may have
     omitted_exchanges  number of oldest exchanges that the prompt leaves out
     """
 
@@ -29,8 +31,10 @@ class Conversation:
 
     def __init__(self, tokenizer: Tokenizer, model: OpenModel, answer_tokens: int, system: str | None = None,
                  rendering: Rendering | None = None) -> None:
-        """``answer_tokens``: the longest answer; ``rendering``: how chats become prompts. UsageError if
-        the model has no chat template."""
+        """Begin a chat; UsageError if the model has no chat template.
+
+        ``answer_tokens``: the longest answer; ``rendering``: how chats become prompts.
+        """
         self._tokenizer = tokenizer
         self._rendering = rendering
         self._room = model.max_positions
@@ -46,8 +50,10 @@ class Conversation:
         return [*self._system, *self._turns]
 
     def ask(self, text: str) -> ChatPrompt:
-        """Return the prompt for ``text``; :meth:`answered` adds it to the chat. UsageError if ``text`` alone
-        does not fit into the context."""
+        """Return the prompt for ``text``; :meth:`answered` adds it to the chat.
+
+        UsageError if ``text`` alone does not fit into the context.
+        """
         message = Message("user", text)
         dropped = self._dropped
         while True:

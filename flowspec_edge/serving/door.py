@@ -1,5 +1,8 @@
-"""A door: an API whose requests are OpenAI's under other names, and its answers likewise. Each door translates
-a body into a chat's or a completion's, and an answer's parts into its own objects; all else is one path."""
+"""A door: an API whose requests are OpenAI's under other names, and its answers likewise.
+
+Each door translates a body into a chat's or a completion's, and an answer's parts into its own objects; all else is
+one path.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ class Ready:
 
 @dataclass(frozen=True)
 class Door:
-    """read    a body, as a chat's or a completion's
+    """One API that clients speak to.
+
+    read    a body, as a chat's or a completion's
     answer  the form of its answers
     names   patterns of the beginnings of fields' names in errors, and what the door calls these fields
     """
@@ -36,7 +41,7 @@ class Door:
     names: Sequence[tuple[str, str]] = ()
 
     def with_own_names(self, error: ApiError) -> ApiError:
-        """The error with the door's names for the field."""
+        """Return the error with the door's names for the field."""
         for pattern, door_name in self.names if error.param else ():
             name, replacements = re.subn(f"^{pattern}(?![a-z_])", door_name, error.param or "", count=1)
             if replacements:
@@ -53,15 +58,17 @@ def changes_effort(served_model: ServedModel) -> bool:
 
 
 def effort_to_think(served_model: ServedModel) -> str | None:
-    """The reasoning effort that lets the model think; None if it always does. A model that never does refuses
-    it later."""
+    """Return the reasoning effort that lets the model think; None if it always does.
+
+    A model that never does refuses it later.
+    """
     if not changes_effort(served_model) and served_model.tokenizer.reasoning_format is not None:
         return None
     return THINK_EFFORT
 
 
 def object_of(value: Any, name: str) -> dict[str, Any]:
-    """A field that must be an object, or is left out; ApiError otherwise."""
+    """Return a field that must be an object, or is left out; ApiError otherwise."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -70,7 +77,7 @@ def object_of(value: Any, name: str) -> dict[str, Any]:
 
 
 def list_of(value: Any, name: str) -> list[Any]:
-    """A field that must be a list, or is left out; ApiError otherwise."""
+    """Return a field that must be a list, or is left out; ApiError otherwise."""
     if value is None:
         return []
     if not isinstance(value, list):

@@ -49,8 +49,10 @@ class Intake:
 
     @asynccontextmanager
     async def body(self, http: Request) -> AsyncIterator[bytes]:
-        """Read a body, which counts as held until the context ends. ApiError if it is too large, or may have been
-        sent by a foreign web page."""
+        """Read a body, which counts as held until the context ends.
+
+        ApiError if it is too large, or may have been sent by a foreign web page.
+        """
         if not _says_json(http.headers):
             raise ApiError(400, "send the body as JSON, with the header Content-Type: application/json")
         data = bytearray()
@@ -68,9 +70,10 @@ class Intake:
             self._held_bytes -= len(data)
 
     async def run(self, work: Work, caller: Caller, do: Callable[[], T], receive: Receive) -> T:
-        """Call ``do`` in a thread, in the caller's turn, and return its result. ApiError if too many jobs
-        wait; ClientDisconnect when the client disconnects, which also cancels work of ``do`` in a process
-        with limits.
+        """Call ``do`` in a thread, in the caller's turn, and return its result.
+
+        ApiError if too many jobs wait; ClientDisconnect when the client disconnects, which also cancels work of
+        ``do`` in a process with limits.
 
         work  "body": parsing; "text": tokenising; "template": with a chat template; "grammar": compiling
         """
@@ -131,8 +134,10 @@ class _Lane:
                 self._jobs.discard(job)
 
     def _start(self) -> None:
-        """Start the next jobs while threads are free. Stop at the first job whose caller already has one:
-        no job of a caller without a thread comes after it."""
+        """Start the next jobs while threads are free.
+
+        Stop at the first job whose caller already has one: no job of a caller without a thread comes after it.
+        """
         for job in self._jobs:
             if not self._jobs.has_turn() or any(job.caller == other.caller for other in self._jobs.placed):
                 return

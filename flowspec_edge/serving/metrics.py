@@ -47,7 +47,9 @@ class Metrics(Observer):
 
     def __init__(self, stages: int, system_stats: Callable[[], HeartbeatCounters], about: dict[str, str],
                  fairness: Callable[[], float | None] = lambda: None) -> None:
-        """system_stats  D0's own (``SystemStats.read``)
+        """Set up the metrics.
+
+        system_stats  D0's own (``SystemStats.read``)
         about         labels of flowspec_build_info
         fairness      of the running requests (``RequestStats.fairness``)
         """
@@ -99,8 +101,11 @@ class Metrics(Observer):
     # ---- from the HTTP thread --------------------------------------------------------------------------
 
     def tokens_arrived(self, count: int, first_token_s: float | None, gaps: Sequence[float]) -> None:
-        """Tokens of one answer came together; ``first_token_s`` and ``gaps`` as in :class:`AccessRecord`,
-        the former None unless the answer's first token is among them."""
+        """Tokens of one answer came together.
+
+        ``first_token_s`` and ``gaps`` as in :class:`AccessRecord`, the former None unless the answer's first token
+        is among them.
+        """
         self._generated.inc(count)
         if first_token_s is not None:
             self._ttft.observe(first_token_s)
@@ -195,7 +200,7 @@ class StageMetrics(Observer, Collector):
 
     def __init__(self, stages: int, system_stats: Callable[[], HeartbeatCounters],
                  clock: Callable[[], float] = time.monotonic) -> None:
-        """``system_stats`` are D0's own; ``clock`` tells the seconds at which heartbeats arrive."""
+        """Begin without heartbeats; ``system_stats``: D0's own; ``clock``: of the heartbeats' arrival, in seconds."""
         self._draft_graph_sizes: int | None = None  # of D0's draft model, once it is loaded
         self._system_stats = system_stats
         self._clock = clock
@@ -262,7 +267,7 @@ class StageMetrics(Observer, Collector):
 
 def _family(kind: type[CounterMetricFamily] | type[GaugeMetricFamily], about: tuple[str, str], label: str,
             values: dict[str, float]) -> Metric:
-    """``about``: name and help; ``values`` by the label's."""
+    """Make a family of metrics; ``about``: name and help; ``values`` by the label's."""
     family = kind(*about, labels=[label])
     for name, value in values.items():
         family.add_metric([name], value)

@@ -47,7 +47,9 @@ _ENDED = (h11.DONE, h11.MUST_CLOSE, h11.CLOSED, h11.ERROR)  # states of a client
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """connections  limit of open connections. A new one above the limit replaces the connection that has
+    """Limits that keep one client from using the server up.
+
+    connections  limit of open connections. A new one above the limit replaces the connection that has
                  waited longest for its client's request; if none waits, the new one is refused with 503
     head_s       seconds for a request's first line and headers, from the connection or the previous answer
     body_s       seconds for a request's body
@@ -61,8 +63,10 @@ class ConnectionLimits:
 
 
 def usual_limits() -> ConnectionLimits:
-    """Raise this process' limit of open files as far as allowed; return limits that leave half of the files
-    to the cluster."""
+    """Raise this process' limit of open files as far as allowed.
+
+    Return limits that leave half of the files to the cluster.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -98,7 +102,7 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """The server ends. A connection that waits for its client ends at once."""
+        """End the connection with the server: at once if it waits for its client."""
         self._look()
         if self._waits_for:
             self._end()
@@ -147,7 +151,7 @@ class LimitedProtocol(H11Protocol):
 
 
 def _plain_address(host: str) -> str:
-    """An IPv4 client's own address, where a socket of IPv6 serves both."""
+    """Return an IPv4 client's own address, where a socket of IPv6 serves both."""
     return host.removeprefix("::ffff:") if "." in host else host
 
 
@@ -166,8 +170,11 @@ class _Ended(BaseException):
 
 
 def listen(host: str, port: int, api_key: str | None) -> socket.socket:
-    """Return a listening socket; port 0: any free port. UsageError if the host is not this machine's, or is
-    reachable from others without an API key; FlowspecError if the port is in use."""
+    """Return a listening socket; port 0: any free port.
+
+    UsageError if the host is not this machine's, or is reachable from others without an API key; FlowspecError if
+    the port is in use.
+    """
     try:
         addresses = socket.getaddrinfo(_BRACKETS.sub(r"\1", host), port, type=socket.SOCK_STREAM,
                                        flags=socket.AI_PASSIVE)
@@ -206,8 +213,10 @@ def serve_app(listener: socket.socket, app: ASGIApp, admission: Admission,
               opened: AbstractContextManager[SharedCluster], ready: Callable[[], None],
               trusted_proxies: str = "") -> None:
     """Serve until SIGINT or SIGTERM, in the main thread; ``ready`` is called after the first token.
-    ``trusted_proxies``: as in :func:`listening`. Raises any error before that, and FlowspecError if HTTP ends
-    by itself."""
+
+    ``trusted_proxies``: as in :func:`listening`. Raises any error before that, and FlowspecError if HTTP ends by
+    itself.
+    """
     with _EndSignals(admission) as signals:
         try:
             with (suppress(_Ended), listening(listener, app, admission, trusted_proxies=trusted_proxies),
@@ -244,9 +253,11 @@ class _EndSignals:
 
     @contextmanager
     def interrupt(self) -> Iterator[None]:
-        """In this context, a signal raises _Ended at any bytecode. Only for the start of a cluster, which may
-        read a model for minutes without checking for the end. Nothing can be lost then, and processes that
-        were started end with this one."""
+        """Let a signal raise _Ended at any bytecode of this context.
+
+        Only for the start of a cluster, which may read a model for minutes without checking for the end. Nothing
+        can be lost then, and processes that were started end with this one.
+        """
         try:
             self._interrupts = True
             if self.received:
@@ -267,8 +278,9 @@ class _EndSignals:
 @contextmanager
 def listening(listener: socket.socket, app: ASGIApp, admission: Admission,
               limits: ConnectionLimits | None = None, trusted_proxies: str = "") -> Iterator[None]:
-    """Serve HTTP in a thread; at the end open requests get an error, then the socket closes. If HTTP ends
-    by itself, the admission queue is closed.
+    """Serve HTTP in a thread; at the end open requests get an error, then the socket closes.
+
+    If HTTP ends by itself, the admission queue is closed.
 
     limits           instead of the usual ones
     trusted_proxies  addresses and networks, separated by commas, whose X-Forwarded-For names the client

@@ -35,8 +35,11 @@ async def disconnected(receive: Receive) -> None:
 
 async def wait_unless_disconnected(coming: Awaitable[T], disconnection: asyncio.Future[None],
                                    patience: float | None = None) -> T | None:
-    """Return what ``coming`` returns, or None after ``patience`` seconds; raises ClientDisconnect when
-    ``disconnection`` (:func:`disconnected`) is done. ``coming`` is cancelled if it has not ended."""
+    """Return what ``coming`` returns, or None after ``patience`` seconds.
+
+    Raises ClientDisconnect when ``disconnection`` (:func:`disconnected`) is done. ``coming`` is cancelled if it has
+    not ended.
+    """
     task = asyncio.ensure_future(coming)
     try:
         await asyncio.wait((task, disconnection), timeout=patience, return_when=asyncio.FIRST_COMPLETED)

@@ -30,8 +30,9 @@ _LOOKED_UP = (EMBEDDING, "markov_head.markov_w1.weight", "candidate_selector.pre
 
 @dataclass(frozen=True)
 class DraftFiles:
-    """A draft model's files, which are copied unchanged; of a layer of the target's own checkpoint none, but
-    its ``tensors``.
+    """A draft model's files, which are copied unchanged.
+
+    Of a layer of the target's own checkpoint none, but its ``tensors``.
 
     config      of its layers, as its format reads it
     files       those in ``directory`` that a loader reads
@@ -57,8 +58,10 @@ class DraftFiles:
         return sum(prod(t.shape) for t in self.tensors.values() if t.dtype.is_floating_point)
 
     def weight_bytes(self, width: int, scheme: Scheme | None = None) -> int:
-        """Bytes in memory, with ``width`` bytes per parameter, and a head's matrices quantised by ``scheme``;
-        integer tensors keep their size. A head's own embeddings stay in a safetensors file."""
+        """Bytes in memory, with ``width`` bytes per parameter, and a head's matrices quantised by ``scheme``.
+
+        Integer tensors keep their size. A head's own embeddings stay in a safetensors file.
+        """
         fixed = sum(t.nbytes for t in self.tensors.values() if not t.dtype.is_floating_point)
         head = self.kind.is_head
         in_file = head and any(path.suffix == SAFETENSORS for path in self.files)
@@ -74,7 +77,7 @@ class DraftFiles:
 
 
 def drafts_of(model: OpenModel, paths: Sequence[Path]) -> list[DraftFiles]:
-    """``model``'s own draft models; those ``paths`` replace any of the same kind.
+    """Return ``model``'s own draft models; those at ``paths`` replace any of the same kind.
 
     UsageError for a directory without a draft model, and for two of one kind.
     """
@@ -96,7 +99,7 @@ def drafts_of(model: OpenModel, paths: Sequence[Path]) -> list[DraftFiles]:
 
 
 def _own_layer(kind: DraftKind, directory: Path) -> DraftFiles | None:
-    """A draft layer in a target's checkpoint; None, with a warning, if it cannot be taken along."""
+    """Return a draft layer in a target's checkpoint; None, with a warning, if it cannot be taken along."""
     layer_format, checkpoint = own_layer_format_of(kind), Checkpoint(directory)
     config = layer_format.config(directory)
     shapes = layer_format.tensors(config)
@@ -113,7 +116,7 @@ def _own_layer(kind: DraftKind, directory: Path) -> DraftFiles | None:
 
 
 def open_draft(directory: Path) -> DraftFiles:
-    """UsageError if there is no draft model of a known kind; FlowspecError for damaged files."""
+    """Open a draft model; UsageError if it is of no known kind, FlowspecError for damaged files."""
     raw = weights.read_config(directory, "a draft model", blocks=True)
     located.warn_of_unread(directory)
     checkpoint = Checkpoint(directory)
@@ -135,7 +138,7 @@ def open_draft(directory: Path) -> DraftFiles:
 
 
 def check_fit(draft: DraftFiles, target: TargetFacts) -> None:
-    """FlowspecError, with both numbers, for a draft model of another target."""
+    """Raise FlowspecError, with both numbers, for a draft model of another target."""
     shapes = {plain_name(name): tuple(t.shape) for name, t in draft.tensors.items()}
     format_of(draft.kind).check_fit(draft.directory, draft.config, shapes, target)
 

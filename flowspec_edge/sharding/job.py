@@ -43,7 +43,7 @@ JOURNAL = "sharding.journal"
 
 
 def finished(plan: ShardingPlan, out: Path) -> Manifest | None:
-    """The manifest of an earlier run; None if unfinished, UsageError if ``out`` holds another request's."""
+    """Return the manifest of an earlier run; None if unfinished, UsageError if ``out`` holds another request's."""
     manifest = OpenModel(out).manifest
     if manifest is None:
         return None
@@ -116,7 +116,7 @@ def _write_tensors(plan: ShardingPlan, file: TensorsFile, path: Path, progress: 
 
 
 def _quantise(source: SourceModel, name: str, scheme: Scheme | None, prefix: str, target: TensorFile) -> None:
-    """The source's tensor ``name``, written as ``prefix``."""
+    """Write the source's tensor ``name`` as ``prefix``, quantised by ``scheme``."""
     assert scheme is not None
     rows = next(hi for _, hi in slices(*source.tensors[name].shape))
     for _, piece in source.weights.pieces(name, rows):
@@ -129,7 +129,7 @@ def _quantise(source: SourceModel, name: str, scheme: Scheme | None, prefix: str
 
 
 def _convert(plan: ShardingPlan, linear: Linear, target: TensorFile) -> None:
-    """A matrix of the source that is in 4 bits already, or a GGUF file's in other blocks."""
+    """Write a matrix of the source that is in 4 bits already, or a GGUF file's in other blocks."""
     source = plan.source
     assert source.imported is not None
     try:
@@ -146,7 +146,7 @@ def _computable(piece: Tensor) -> Tensor:
 
 
 def _cast(piece: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """FlowspecError for a finite value that overflows."""
+    """Cast a tensor; FlowspecError for a finite value that overflows."""
     piece = _computable(piece)
     cast = piece.to(dtype)
     if dtype == torch.float16 and piece.dtype != dtype and not torch.equal(cast.isfinite(), piece.isfinite()):
@@ -155,7 +155,7 @@ def _cast(piece: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _require_room(plan: ShardingPlan, out: Path, journal: Journal) -> None:
-    """FlowspecError if the rest does not fit on the disk, before hours of work."""
+    """Raise FlowspecError if the rest does not fit on the disk, before hours of work."""
     files = [file for part in plan.parts for file in part.files]
     missing = sum(plan.size(file) for file in files if file.path.as_posix() not in journal.done)
     free = shutil.disk_usage(out).free

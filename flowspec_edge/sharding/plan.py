@@ -47,8 +47,9 @@ IN_16_BITS = (".in_proj_a", ".in_proj_b", ".in_proj_ba", ".shared_expert_gate")
 
 @dataclass(frozen=True)
 class Recipe:
-    """The storage of weights, from ``--dtype``, ``--group``, ``--compute-dtype``, ``--lm-head``
-    ``--kv-cache`` and ``--candidates``.
+    """The storage of weights, as the options of ``flowspec models shard`` ask for it.
+
+    The options are ``--dtype``, ``--group``, ``--compute-dtype``, ``--lm-head``, ``--kv-cache`` and ``--candidates``.
 
     compute  dtype of computation on the devices
     plain    dtype of everything that is not quantised
@@ -73,8 +74,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class TensorsFile:
-    """A safetensors file: ``plain`` tensors of the source, cast, and ``packed`` matrices in 4 bits; ``head``:
-    the matrix that is written as a quantised lm_head."""
+    """A safetensors file: ``plain`` tensors of the source, cast, and ``packed`` matrices in 4 bits.
+
+    ``head``: the matrix that is written as a quantised lm_head.
+    """
 
     path: Path
     plain: tuple[str, ...]
@@ -110,7 +113,9 @@ class PlannedPart:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """unquantised  matrices that stay in 16 bits beside those in 4
+    """What a model's files will hold.
+
+    unquantised  matrices that stay in 16 bits beside those in 4
     int8         matrices in 8 bits; their names lack ``.weight``
     """
 
@@ -149,7 +154,7 @@ class ShardingPlan:
 def recipe_for(source: SourceModel, dtype: ShardDtype | None = None, group: int | None = None,
                compute: ComputeDtype | None = None, lm_head: HeadBits | None = None,
                kv_cache: CacheBits = "16bit", candidates: int | None = None) -> Recipe:
-    """UsageError for options that conflict with one another or the checkpoint.
+    """Choose how weights are stored; UsageError for options that conflict with one another or the checkpoint.
 
     dtype    None: the checkpoint's own 16-bit type, or fp16; int4 if its matrices are in 4 bits, as AWQ's and
              GPTQ's have to remain

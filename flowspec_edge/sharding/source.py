@@ -75,7 +75,9 @@ class Linear:
 
 @dataclass(frozen=True)
 class SourceModel:
-    """raw          config.json as it was read
+    """A checkpoint or GGUF file whose tensors can be read.
+
+    raw          config.json as it was read
     tensors      of all tensors stored in plain form, those of the MTP layer among them
     linears      the decoder layers' matrices, by layer
     imported     repacks matrices that are stored in 4 bits (AWQ, GPTQ, GGUF), and others of a GGUF file; None if none
@@ -124,7 +126,7 @@ class SourceModel:
 
 
 def open_source(model: str, drafts: Sequence[Path] = ()) -> SourceModel:
-    """A model by directory, by name in the package, or by repository on the hub.
+    """Return a model by directory, by name in the package, or by repository on the hub.
 
     UsageError for a model that does not exist, that stages cannot run or that is already sharded;
     FlowspecError that names a missing, misshapen or unexpected tensor, or a draft model of another target.

@@ -75,12 +75,12 @@ class Pass:
 
     @property
     def cancelled(self) -> list[bool]:
-        """By segment; empty before the layers have run."""
+        """Whether each segment is cancelled; empty before the layers have run."""
         return [result.cancelled for result in self.results]
 
     @property
     def admitted_rows(self) -> int:
-        """Of the segments that were not cancelled."""
+        """Rows of the segments that were not cancelled."""
         skipped = self.cancelled or [False] * len(self.segments)
         return sum(len(segment.numbers) for segment, skip in zip(self.segments, skipped, strict=True)
                    if not skip)
@@ -107,8 +107,10 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Charged:
-    """The running pass, whose layers have run, takes ``seconds`` from ``start`` on (emulated and virtual
-    devices); or less, if all of it is cancelled: until its ``end``."""
+    """The running pass, whose layers have run, takes ``seconds`` from ``start`` on (emulated and virtual devices).
+
+    Or less, if all of it is cancelled: until its ``end``.
+    """
 
     start: float
     seconds: float
@@ -148,11 +150,16 @@ StageAction = Emit | Pass | Reject | Idle
 
 
 class StageCore:
-    """``engine``: computes; ``counters``: of the sessions."""
+    """A stage without input and output.
+
+    ``engine``: computes; ``counters``: of the sessions.
+    """
 
     def __init__(self, engine: StageEngine, stage: int = 1, layers: float = 1.0,
                  open_within_s: float = math.inf) -> None:
-        """stage          from 1
+        """Set up a stage without sessions.
+
+        stage          from 1
         layers         of a charged pass: equal steps between which a stage checks for cancels
         open_within_s  how long segments wait for their session's Open
         """
@@ -202,8 +209,10 @@ class StageCore:
                 self._finish(event, now)
 
     def next(self, now: float) -> StageAction:
-        """Return what the driver has to do. ProtocolError if a segment violates the protocol, such as after a
-        lost one."""
+        """Return what the driver has to do.
+
+        ProtocolError if a segment violates the protocol, such as after a lost one.
+        """
         if self._pass is None and not self._outgoing and not self._broken:
             self._pass = self._admit()
             if self._pass is None and not self._outgoing:
@@ -220,8 +229,10 @@ class StageCore:
         return Idle()
 
     def left_of(self, message: Outgoing) -> Outgoing | None:
-        """Return what is still to be sent of ``message``, without the data of ended sessions; None if
-        nothing: a restarted peer would wait for their Opens."""
+        """Return what is still to be sent of ``message``, without the data of ended sessions.
+
+        None if nothing: a restarted peer would wait for their Opens.
+        """
         match message:
             case Segment() | Output() | Tap():
                 return message if message.session in self.counters else None
@@ -233,8 +244,7 @@ class StageCore:
     # ---- which segments come next --------------------------------------------------------------
 
     def _overdue(self, now: float) -> str:
-        """Drop the oldest message of a session whose Open never came, and return the reason; "" if none is
-        due."""
+        """Drop the oldest message of a session whose Open never came, and return the reason; "" if none is due."""
         unopened = next((arrival for arrival in self._arrived if self._unopened(arrival)), None)
         if unopened is None or (now <= unopened.until and self.has_room):
             return ""
@@ -266,7 +276,7 @@ class StageCore:
         return None
 
     def _take(self) -> Sequence[Segment]:
-        """The segments of the oldest message that may be computed; empty without one."""
+        """Return the segments of the oldest message that may be computed; empty without one."""
         blocked: set[int] = set()  # sessions that wait for an Open, and those of messages behind them
         for arrival in self._arrived:
             sessions = {segment.session for segment in arrival.segments}
@@ -299,8 +309,10 @@ class StageCore:
         self._charged = True
 
     def _break_off(self, now: float) -> None:
-        """Empty the results of a charged pass that the engine does not want any more. A pass whose results are all
-        empty ends with its current layer, because a stage polls between layers."""
+        """Empty the results of a charged pass that the engine does not want any more.
+
+        A pass whose results are all empty ends with its current layer, because a stage polls between layers.
+        """
         running = self._pass
         if running is None or not self._charged:
             return

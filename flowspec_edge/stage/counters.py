@@ -30,7 +30,7 @@ class SessionCounters:
         setattr(self, counter, getattr(self, counter) + size)
 
     def counters(self) -> dict[str, float]:
-        """``slot_s`` is the median over segments."""
+        """Return the counters of a heartbeat; ``slot_s`` is the median over segments."""
         late = {} if self.late_s is None else {"late_s": self.late_s}
         return {**late, "compute_s": self.compute_s, "wait_s": self.wait_s,
                 "slot_s": median(self.slots) if self.slots else 0.0, "tokens": self.tokens, "rows": self.rows,
@@ -38,7 +38,9 @@ class SessionCounters:
 
 
 class StageCounters:
-    """total   over all sessions since ``since``, the last one opened while no other was open
+    """Counters of a stage's sessions.
+
+    total   over all sessions since ``since``, the last one opened while no other was open
     newest  highest session number opened or skipped so far
     """
 
@@ -61,8 +63,10 @@ class StageCounters:
         return tuple(self._stats)
 
     def open(self, session: int, epoch: int, concurrent: Iterable[int], timed: bool = False) -> bool:
-        """Open a session and close those not ``concurrent``; return whether it is the only open one. An
-        epoch no newer than the session's changes nothing."""
+        """Open a session and close those not ``concurrent``; return whether it is the only open one.
+
+        An epoch no newer than the session's changes nothing.
+        """
         if session in self._stats and self._stats[session].epoch >= epoch:
             return False
         self.newest = max(self.newest, session)
@@ -82,7 +86,7 @@ class StageCounters:
         return session in self._stats and self._stats[session].timed
 
     def mark_ended(self, session: int) -> None:
-        """A session ended before its Open came; neither it nor an earlier one will be opened."""
+        """Note that a session ended before its Open came; neither it nor an earlier one will be opened."""
         self.newest = max(self.newest, session)
 
     def awaits_open(self, session: int, epoch: int) -> bool:

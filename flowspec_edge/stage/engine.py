@@ -90,12 +90,15 @@ class StageModel(Protocol):
         """Return the bytes of one row in one layer."""
 
     def allocating(self, purpose: str, nbytes: int) -> AbstractContextManager[None]:
-        """FlowspecError if ``nbytes`` more (0: unknown) do not fit."""
+        """Raise FlowspecError, in the context, if ``nbytes`` more (0: unknown) do not fit."""
 
     def run(self, parts: Sequence[Part], keep_going: Callable[[], bool], graphs: Any
             ) -> list[PartResult] | None:
-        """Compute the parts, each with rows; None as soon as ``keep_going``, which is called between layers,
-        returns False. Writes behind each cache's last row; the caller appends them."""
+        """Compute the parts, each with rows.
+
+        None as soon as ``keep_going``, which is called between layers, returns False. Writes behind each cache's
+        last row; the caller appends them.
+        """
 
     def no_rows(self) -> Payload:
         """Return hidden states [0, H]."""
@@ -106,8 +109,10 @@ class StageModel(Protocol):
 
 class StageEngine:
     def __init__(self, model: StageModel, cache_rows: int = 0, requests: int = 0, tentative: int = 0) -> None:
-        """``cache_rows``: rows to allocate now (``CacheKind.reserved``); 0 allocates when sessions need it.
-        FlowspecError if the memory does not suffice."""
+        """Set up an engine without sessions; FlowspecError if the memory does not suffice.
+
+        ``cache_rows``: rows to allocate now (``CacheKind.reserved``); 0 allocates when sessions need it.
+        """
         self.model = model
         rows_of = {kind: kind.reserved(cache_rows, requests, tentative) for kind in self.model.layers_of_kinds}
         nbytes = sum(self.model.row_bytes(kind) * rows_of[kind] for kind in self.model.kinds)
@@ -289,8 +294,12 @@ class StageEngine:
                 for segment, part in zip(admitted, prepared, strict=True)]
 
     def wants(self, segment: Segment) -> bool:
-        """Return whether anything of a segment is wanted: its session has not ended or begun anew, and its
-        run is not cancelled. This alone decides what ends a pass early, and whose results leave empty."""
+        """Return whether anything of a segment is wanted.
+
+        It is unless its session has ended or begun anew, or its run is cancelled. This alone decides what ends a
+        pass early,
+        and whose results leave empty.
+        """
         state = self._sessions.get(segment.session)
         return state is not None and state.epoch == segment.epoch and segment.run not in state.cancelled
 
@@ -307,12 +316,14 @@ class StageEngine:
         return self.model.run(parts, keep_going, self.graphs) if parts else None
 
     def correlation(self, rows: int) -> float | None:
-        """Of the experts of the last pass, which had ``rows`` (``model.experts``)."""
+        """Return the correlation of the experts of the last pass, which had ``rows`` (``model.experts``)."""
         return self.model.correlation(rows)
 
     def _prepare(self, admitted: Segment) -> Part | None:
-        """Remove rows that have died since :meth:`admit`, and orphans; None if no row is left, or if the
-        session or the run has ended."""
+        """Remove rows that have died since :meth:`admit`, and orphans.
+
+        None if no row is left, or if the session or the run has ended.
+        """
         state = self._sessions.get(admitted.session)
         if state is None or state.epoch != admitted.epoch:
             return None
@@ -335,7 +346,7 @@ class StageEngine:
         return True
 
     def _state_of(self, part: Part) -> Session | None:
-        """The part's session; None if it has ended, or began anew."""
+        """Return the part's session; None if it has ended, or began anew."""
         state = self._sessions.get(part.segment.session)
         return state if state is not None and state.epoch == part.segment.epoch else None
 
@@ -373,7 +384,7 @@ class StageEngine:
         return rows.select(segment, ~dead)
 
     def _current(self, message: Prune | Cancel | Segment) -> Session | None:
-        """The open session of ``message``; None, counted as stale, without one."""
+        """Return the open session of ``message``; None, counted as stale, without one."""
         state = self._sessions.get(message.session)
         if state and state.epoch == message.epoch:
             return state
@@ -403,7 +414,7 @@ class StageEngine:
         return inherited
 
     def _cache(self, message: Open, inherited: StageCache | None) -> StageCache:
-        """An empty cache, or the first rows of ``inherited``, which is given back if that fails."""
+        """Return an empty cache, or the first rows of ``inherited``, which is given back if that fails."""
         capacity, tentative = message.capacity, message.tentative or message.capacity
         try:
             if capacity < max(message.rows, 1):
@@ -421,7 +432,7 @@ class StageEngine:
             raise
 
     def _allocating(self, nbytes: int, purpose: str) -> AbstractContextManager[None]:
-        """FlowspecError if ``nbytes`` more do not fit."""
+        """Raise FlowspecError, in the context, if ``nbytes`` more do not fit."""
         return self.model.allocating(purpose, nbytes)
 
 

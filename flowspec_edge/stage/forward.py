@@ -153,7 +153,7 @@ class LaunchPacer:
     """For one pass: call ``enqueued`` after each layer and after the last copy, then ``finish``."""
 
     def __init__(self, record: Callable[[], Event] | None) -> None:
-        """``record`` enqueues an event; None on devices whose calls return when the work is done."""
+        """Set up a clock; ``record`` enqueues an event; None on devices whose calls return when the work is done."""
         self._record = record
         self._events: deque[Event] = deque()
 

@@ -35,7 +35,9 @@ class LayerGraphs:
 
     def __init__(self, layers: Sequence[DecoderLayer], turns: Sequence[str], hidden: Tensor,
                  rotations: Mapping[str, Rotation], record: Recorder) -> None:
-        """turns      by layer, the rotation that it takes
+        """Record a pass of the layers.
+
+        turns      by layer, the rotation that it takes
         hidden     [rows, width], like those that will be loaded
         rotations  like those that will be loaded
         """
@@ -51,7 +53,7 @@ class LayerGraphs:
         self._steps = [self._between(index, record) for index in range(len(layers) + 1)]
 
     def _between(self, index: int, record: Recorder) -> list[Replay]:
-        """What runs between the attention of layers ``index`` - 1 and ``index``; adds to ``_begun``."""
+        """Return what runs between the attention of layers ``index`` - 1 and ``index``; adds to ``_begun``."""
         last_layer = self._layers[index - 1] if index else None
         last = index == len(self._layers)
 
@@ -83,7 +85,7 @@ class LayerGraphs:
         layer.mix(self.hidden, routed, self._new)
 
     def load(self, hidden: Tensor, rotations: Mapping[str, Rotation], new: int) -> None:
-        """hidden [rows, width], of which ``new`` are no padding."""
+        """Load a pass' inputs: ``hidden`` [rows, width], of which ``new`` are no padding."""
         self._new = new
         load(self.hidden, hidden)
         for turn, rotation in rotations.items():
@@ -96,5 +98,5 @@ class LayerGraphs:
             step()
 
     def attend(self, layer: int, mask: Any, cache: Any) -> None:
-        """``mask`` and ``cache`` of ``CacheKind.inputs``."""
+        """Run a layer's attention, between two graphs; ``mask`` and ``cache`` of ``CacheKind.inputs``."""
         self._attended[layer].copy_(self._layers[layer].attend(self._begun[layer], mask, cache, self._new))

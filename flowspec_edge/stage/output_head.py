@@ -30,9 +30,9 @@ PREFIX = LM_HEAD.removesuffix(".weight")  # of the names of a quantised matrix' 
 
 
 def load_output_head(model: OpenModel | Path | str, dtype: str, device: torch.device | str = "cpu") -> OutputHead:
-    """Of a checkpoint, or of D0's part of a sharded model, whose files are all compared with its manifest; the
-    embeddings if tied.
+    """Load the lm_head of a checkpoint, or of D0's part of a sharded model; the embeddings if tied.
 
+    A sharded model's files are all compared with its manifest.
     FlowspecError that names a missing, misshapen or damaged tensor, or a missing or altered file.
     """
     open_model = opened(model)
@@ -41,7 +41,7 @@ def load_output_head(model: OpenModel | Path | str, dtype: str, device: torch.de
 
 
 def read_output_head(part: OpenPart, dtype: str, device: torch.device | str, scheme: Scheme | None) -> OutputHead:
-    """``scheme``: of a matrix that is stored quantised."""
+    """Read a part's lm_head; ``scheme``: of a matrix that is stored quantised."""
     config, checkpoint = part.decoder, part.checkpoint
     torch_dtype, at = parse_dtype(dtype), torch.device(device)
     halves = scheme is None and is_mixed(dtype, at)

@@ -42,8 +42,10 @@ def shard_of(engine: StageEngine) -> Shard:
 
 @torch.inference_mode()
 def warm_up(engine: StageEngine) -> None:
-    """Run segments of ``WARM_UP`` rows, the last one at the full length of the caches, so that the allocator
-    holds what later passes need; before the first session.  FlowspecError if the memory does not suffice."""
+    """Run segments of ``WARM_UP`` rows before the first session, so that the allocator holds what later passes need.
+
+    The last one is at the full length of the caches.  FlowspecError if the memory does not suffice.
+    """
     longest = max(sum(WARM_UP), engine.cache_rows)
     for rows in WARM_UP:
         _pass_of(engine, rows, longest - rows if rows == WARM_UP[-1] else 0)()
@@ -79,7 +81,7 @@ def try_prompt_rows(engine: StageEngine, most: int) -> int:
 
 
 def _row_bytes(engine: StageEngine, layer: DecoderLayer) -> int:
-    """Of a row's activations in a layer, and of its mask."""
+    """Return the bytes of a row's activations in a layer, and of its mask."""
     shard = shard_of(engine)
     outputs = _outputs(layer)
     if experts := layer.experts:  # of which a row reads those that it chooses
@@ -94,8 +96,10 @@ def _outputs(module: torch.nn.Module) -> int:
 @torch.inference_mode()
 def choose_products(engine: StageEngine, clock: Clock = time.perf_counter) -> str:
     """Measure from how many rows on products of int4 weights are faster with expanded weights, and set that number.
+
     Call it after :func:`warm_up`; it concerns CUDA alone. Returns a line for the log, or "". After any failure the
-    kernel computes all rows."""
+    kernel computes all rows.
+    """
     linears = [module for layer in shard_of(engine).modules for module in _products(layer)
                if isinstance(module, CudaLinear)]
     return choose_expanded(linears, clock) if linears else ""
@@ -103,7 +107,7 @@ def choose_products(engine: StageEngine, clock: Clock = time.perf_counter) -> st
 
 @torch.inference_mode()
 def choose_expanded(linears: Sequence[CudaLinear], clock: Clock = time.perf_counter) -> str:
-    """The same for some matrices, of which the largest is measured."""
+    """Return the same for some matrices, of which the largest is measured."""
     try:
         linears = [linear for linear in linears if linear.knows_layout]
         if not linears:
@@ -120,8 +124,10 @@ def choose_expanded(linears: Sequence[CudaLinear], clock: Clock = time.perf_coun
 
 
 def expanding_pays(linear: GroupedLinear, clock: Clock) -> tuple[int | None, dict[int, tuple[float, float]]]:
-    """The least of ``EXPANDED`` rows from which on expanding is clearly faster, None: never; and milliseconds with the
-    kernel and with expanded weights, medians, by rows."""
+    """Return the least of ``EXPANDED`` rows from which on expanding is clearly faster, None: never.
+
+    And milliseconds with the kernel and with expanded weights, medians, by rows.
+    """
     device = linear.get_buffer("scales_zeros").device
     times: dict[int, tuple[float, float]] = {}
     for rows in EXPANDED:
@@ -146,8 +152,10 @@ def _products(layer: torch.nn.Module) -> list[GroupedLinear]:
 
 @torch.inference_mode()
 def choose_graphs(engine: StageEngine, record: Recorder, clock: Clock = time.perf_counter) -> KernelChoice:
-    """Choose for ``RECORDED`` rows whether the layers run as graphs; after :func:`warm_up`, before the first
-    session."""
+    """Choose for ``RECORDED`` rows whether the layers run as graphs.
+
+    After :func:`warm_up`, before the first session.
+    """
     shard = shard_of(engine)
     if not shard.modules:
         return KernelChoice(reason="there are no layers to record")
@@ -170,8 +178,10 @@ def record_layers(shard: Shard, rows: int, record: Recorder) -> LayerGraphs:
 
 
 def _pass_of(engine: StageEngine, rows: int, text: int) -> Callable[[], bytes]:
-    """A function that computes ``rows`` uncommitted rows behind ``text`` rows of zeros, in a new session, and
-    returns the results' bytes."""
+    """Return a function that computes a pass in a new session, and returns the results' bytes.
+
+    The pass has ``rows`` uncommitted rows behind ``text`` rows of zeros.
+    """
     engine.reset()
     engine.open(Open(session=0, epoch=0, capacity=text + rows, tentative=rows))
     cache = engine.cache_of(0)

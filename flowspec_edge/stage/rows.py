@@ -1,5 +1,6 @@
-"""Rows of a segment on a stage: checks, the visibility mask (``messages`` defines the rule), selection; and a
-session's state: cache, commits, prunes and counters.
+"""Rows of a segment on a stage: checks, the visibility mask (``messages`` defines the rule), selection.
+
+And a session's state: cache, commits, prunes and counters.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def member(numbers: Int32, within: Int32) -> Bool:
 
 
 def check(segment: Segment, hidden_size: int, dtype: str, vocabulary: int | None) -> None:
-    """ProtocolError unless the segment's fields are consistent and match the stage.
+    """Raise ProtocolError unless the segment's fields are consistent and match the stage.
 
     ``vocabulary``: the number of token ids on the first stage; None on stages that take hidden states.
     """
@@ -83,7 +84,7 @@ def select_payload(payload: Payload, keep: Bool) -> Payload:
 
 
 def visible(segment: Segment, cached: Int32) -> tuple[Bool, Bool]:
-    """What each row sees: (mask [n, m + n] over the cached rows, then the segment's own; orphans [n]).
+    """Return what each row sees: (mask [n, m + n] over the cached rows, then the segment's own; orphans [n]).
 
     ``cached``: [m] int32, increasing, all below the segment's rows; only committed ones below the base.
     An orphan sees a number that was dropped here, so it is dead, too.  ProtocolError if a row does not see
@@ -184,7 +185,7 @@ class Session:
     counters: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
 
     def check(self, segment: Segment) -> None:
-        """ProtocolError if the segment does not follow the previous one, or names missing rows."""
+        """Raise ProtocolError if the segment does not follow the previous one, or names missing rows."""
         name = f"segment {segment.run} of session {segment.session}"
         if segment.run != (0 if self.run is None else self.run + 1):
             after = "first" if self.run is None else f"after segment {self.run}"

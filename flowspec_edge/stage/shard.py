@@ -72,7 +72,7 @@ class Shard:
 
     @cached_property
     def turns(self) -> Sequence[str]:
-        """By layer: the type by which the rotary embedding tells its angles."""
+        """The type by which the rotary embedding tells each layer's angles."""
         return self.config.turns[slice(*self.layers)]
 
     @property
@@ -86,7 +86,7 @@ class Shard:
 
     @property
     def vocabulary(self) -> int | None:
-        """Of the tokens that the first stage takes; None on the others."""
+        """The vocabulary of the tokens that the first stage takes; None on the others."""
         return None if self.embed is None else self.config.vocab_size
 
     @property
@@ -105,12 +105,12 @@ class Shard:
 
     @cached_property
     def kind_indexes(self) -> list[int]:
-        """By layer of the stage: its kind's place among them."""
+        """The place of each layer's kind among the stage's kinds."""
         order = list(self.layers_of_kinds)
         return [order.index(kind) for kind in self.kinds]
 
     def subset(self, index: int, stages: int, layers: tuple[int, int]) -> Shard:
-        """A stage with some of this shard's layers; it shares the modules and the digest."""
+        """Return a stage with some of this shard's layers; it shares the modules and the digest."""
         lo, hi = (end - self.layers[0] for end in layers)
         return replace(
             self, index=index, stages=stages, layers=layers, modules=self.modules[lo:hi],
@@ -120,16 +120,16 @@ class Shard:
         return kind.arena(layers, self.dtype, self.device, rows)
 
     def row_bytes(self, kind: CacheKind) -> int:
-        """Of one row in one layer."""
+        """Return the bytes of one row in one layer."""
         return kind.row_bytes(self.dtype.itemsize)
 
     def allocating(self, purpose: str, nbytes: int) -> AbstractContextManager[None]:
-        """FlowspecError if ``nbytes`` more (0: unknown) do not fit."""
+        """Raise FlowspecError, in the context, if ``nbytes`` more (0: unknown) do not fit."""
         return allocation(purpose, nbytes, _NEED_LESS, available_bytes(self.device) if nbytes else None)
 
     def run(self, parts: Sequence[Part], keep_going: Callable[[], bool], graphs: Mapping[int, LayerGraphs]
             ) -> list[PartResult] | None:
-        """As ``forward.run``, in host memory."""
+        """Run the layers as ``forward.run``, with results in host memory."""
         computed = forward.run(self, parts, keep_going, graphs)
         return None if computed is None else [
             PartResult([(layer, from_torch(states)) for layer, states in taps], from_torch(hidden))
@@ -140,7 +140,7 @@ class Shard:
         return from_torch(torch.empty(0, self.hidden_size, dtype=self.dtype))
 
     def correlation(self, rows: int) -> float | None:
-        """Of the experts of the last pass, which had ``rows`` (``model.experts``)."""
+        """Return the correlation of the experts of the last pass, which had ``rows`` (``model.experts``)."""
         return correlation_of(self.modules, rows)
 
     @property
@@ -165,7 +165,7 @@ def split_layers(layers: int, stages: int, allow_empty: bool = False) -> list[tu
 
 
 def stage_ranges(model: OpenModel | Path | str, stages: int, allow_empty: bool = False) -> list[tuple[int, int]]:
-    """The layers [lo, hi) of each stage: a sharded model's manifest decides, else an even split.
+    """Return the layers [lo, hi) of each stage: a sharded model's manifest decides, else an even split.
 
     UsageError for a sharded model with another number of stages; otherwise as for ``split_layers``.
     """
@@ -242,8 +242,11 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
 
 def find_embedding(model: OpenModel | Path | str, dtype: str, device: torch.device | str = "cpu"
                    ) -> Embedding | None:
-    """Return the token embeddings. An ``EmbeddingTable`` is looked up in host memory. None for D0's part of a sharded
-    model whose draft models need no embeddings."""
+    """Return the token embeddings.
+
+    An ``EmbeddingTable`` is looked up in host memory. None for D0's part of a sharded model whose draft models need
+    no embeddings.
+    """
     open_model = opened(model)
     checkpoint = open_model.checkpoint()
     if tensor_names.EMBEDDING not in checkpoint:
@@ -259,7 +262,7 @@ def _embedding(checkpoint: Checkpoint, config: DecoderConfig, dtype: torch.dtype
 
 
 def load_lm_head(model: OpenModel | Path | str, dtype: str, device: torch.device | str = "cpu") -> Tensor:
-    """The output matrix [V, H], stored in plain form; the embeddings if the model ties the two."""
+    """Return the output matrix [V, H], stored in plain form; the embeddings if the model ties the two."""
     with opened(model).part(DRAFT) as part:
         name, checkpoint, config = tensor_names.LM_HEAD, part.checkpoint, part.decoder
         if config.tie_word_embeddings and name not in checkpoint:

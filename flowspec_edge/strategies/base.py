@@ -77,7 +77,7 @@ class Strategy(ABC):
     parallelism: ClassVar[Parallelism] = "pipeline"  # how the target's devices share a pass
 
     def __init_subclass__(cls) -> None:
-        """A strategy that is derived from another, with a name of its own, does not take over its title."""
+        """Keep a derived strategy with a name of its own from taking over its parent's title."""
         super().__init_subclass__()
         attributes = vars(cls)
         if "name" in attributes:
@@ -91,7 +91,7 @@ class Strategy(ABC):
 
     @classmethod
     def drafts_with(cls, params: Parameters) -> str | None:
-        """The kind of draft model: the strategy's own unless ``params`` name another."""
+        """Return the kind of draft model: the strategy's own unless ``params`` name another."""
         if cls.drafter is None or params.draft == OWN:
             return cls.drafter
         return params.draft
@@ -113,8 +113,11 @@ class Strategy(ABC):
 
     @property
     def max_in_flight(self) -> int:
-        """The most segments in flight: one per stage.  When every stage holds one, the next output arrives
-        just as the first stage becomes idle, so the segment built then takes it into account."""
+        """The most segments in flight: one per stage.
+
+        When every stage holds one, the next output arrives just as the first stage becomes idle, so the segment
+        built then takes it into account.
+        """
         return self.pipeline.stages
 
     @property
@@ -133,22 +136,29 @@ class Strategy(ABC):
 
     @abstractmethod
     def start(self, token: int, position: int) -> None:
-        """The prompt is in the stages' caches; ``token`` is the first generated one."""
+        """Begin to decode: the prompt is in the stages' caches, and ``token`` is the first generated one."""
 
     @abstractmethod
     def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
-        """Take a verdict and return what became text. ``successors[i]`` is the target's token after row ``numbers[i]``
-        of ``run``."""
+        """Take a verdict and return what became text.
+
+        ``successors[i]`` is the target's token after row ``numbers[i]`` of ``run``.
+        """
 
     @abstractmethod
     def next_segment(self, rows: int | None = None) -> Segment | None:
-        """Called when the first stage is idle, or soon will be (:attr:`allows_early_send`). ``rows``: the
-        most that a batch has for it; given only to strategies with :meth:`row_probabilities`."""
+        """Return the next segment, if there is one; called when the first stage is idle, or soon will be.
+
+        "Soon" depends on :attr:`allows_early_send`.  ``rows``: the most that a batch has for this segment; given only
+        to strategies with :meth:`row_probabilities`.
+        """
 
     def row_probabilities(self, limit: int) -> Sequence[float] | None:
         """P(row becomes text) of the next rows, ``limit`` at most, in the order in which they would be sent.
-        The requests of a batch share its rows by these; None: the strategy's segments cannot be divided, and
-        go into a batch whole."""
+
+        The requests of a batch share its rows by these; None: the strategy's segments cannot be divided, and go
+        into a batch whole.
+        """
         return None
 
     def next_draft(self) -> DraftRequest | None:
@@ -156,11 +166,11 @@ class Strategy(ABC):
         return None
 
     def on_tap(self, run: int, layer: int) -> None:
-        """The hidden states of ``run``'s rows after ``layer`` layers have arrived for the drafter."""
+        """Take note that hidden states of ``run``'s rows after ``layer`` layers have arrived for the drafter."""
         return
 
     def on_draft(self, request: DraftRequest, output: DraftOutput) -> None:
-        """The draft pass ``request`` finished; the tree may have changed since it began."""
+        """Take the output of the draft pass ``request``; the tree may have changed since the pass began."""
 
     def controls(self) -> list[Prune | Cancel]:
         """Messages for the stages since the last call."""

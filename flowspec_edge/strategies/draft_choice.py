@@ -44,7 +44,7 @@ AS_LINE = Written('{name} = "{value}"', frozenset(kind.name for kind in NAMED))
 
 
 def draft_kind(strategy: type[Strategy], params: Parameters, model: HasDrafts) -> str | None:
-    """The kind of draft model that ``strategy`` uses on ``model``, which may lack it; None: it drafts nothing.
+    """Return the kind of draft model that ``strategy`` uses on ``model``, which may lack it; None: it drafts nothing.
 
     An EAGLE-3 head, then a block drafter, replaces a missing EAGLE-1/2 head.  UsageError for an unusable
     kind.
@@ -60,8 +60,7 @@ def draft_kind(strategy: type[Strategy], params: Parameters, model: HasDrafts) -
 
 
 def draft_label(strategy: type[Strategy], params: Parameters, kind: str | None) -> str:
-    """Name what a request drafts with, for a table: ``kind``, "+ngram" if it also looks up in the text, or
-    "none"."""
+    """Name what a request drafts with, for a table: ``kind``, "+ngram" if it also looks up in the text, or "none"."""
     looked_up = f"+{NGRAM.name}" if kind not in (None, NGRAM.name) and strategy.looks_up(params) else ""
     return f"{kind or 'none'}{looked_up}"
 

@@ -63,7 +63,7 @@ class FlowSpecNoSBD(FlowSpec):
     order = "layer"
 
     def row_probabilities(self, limit: int) -> None:
-        """The order is not that of the probabilities."""
+        """Return None: the order is not that of the probabilities."""
 
 
 class PrunedPP(TreeStrategy):

@@ -4,8 +4,8 @@ FlowSpec redrafts a few levels from the root at every acceptance, which limits i
 2) tokens a turn.  Here one tree lasts as long as the round, and the probability that a node becomes text
 (``tree.best_first_tree``) decides what to send and what to draft, at any depth.
 
-``plus_without`` switches ideas off by their names (``IDEAS``). docs/reference/strategies.md explains each, and has the
-figures.
+``plus_without`` switches ideas off by their names (``IDEAS``). docs/reference/strategies.md explains each,
+docs/experiments/flowspec.md has the figures.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class FlowSpecPlus(TreeStrategy):
 
     @property
     def wants_stage_times(self) -> bool:
-        """Only **curve** uses segment times."""
+        """Whether the strategy uses segment times, which only **curve** does."""
         return "curve" not in self._disabled
 
     @classmethod
@@ -107,7 +107,7 @@ class FlowSpecPlus(TreeStrategy):
 
     @classmethod
     def merges_look_up(cls, params: Parameters) -> bool:
-        """Only if its own look-up is off: both would name the same continuations."""
+        """Return whether its own look-up is off: both would name the same continuations."""
         return super().looks_up(params) and not cls._looks_up_itself(params)
 
     @classmethod
@@ -181,10 +181,12 @@ class FlowSpecPlus(TreeStrategy):
     # ---- drafting ----------------------------------------------------------------------
 
     def next_draft(self) -> DraftRequest | None:
-        """The likeliest unexpanded nodes, at any depth, and the root once its true features have arrived
-        (docs/experiments/flowspec.md: 2.66 x Chunk-PP; redrafting from the root has 1.71). A node that is far
-        less likely than all rows of the last segment is not expanded, because its children would not be sent:
-        this halves the work at four requests, is as fast in greedy text, and 2 % slower in sampled text."""
+        """Return the likeliest unexpanded nodes, at any depth, and the root once its true features have arrived.
+
+        Redrafting from the root alone is slower: 1.71 x Chunk-PP instead of 2.66 (docs/experiments/flowspec.md).
+        A node that is far less likely than all rows of the last segment is not expanded, because its children would
+        not be sent. This halves the work at four requests, is as fast in greedy text, and 2 % slower in sampled text.
+        """
         self.tree.requeue_expansion(node for node in self._pending_draft.values() if not node.expanded)
         nodes = [self.tree.root] if self._root_is_stale else []
         if self._root_is_stale and self._drafts_blocks:
@@ -198,8 +200,10 @@ class FlowSpecPlus(TreeStrategy):
         return self.tree.draft_request(nodes, _CHILDREN)
 
     def _in_flight(self) -> list[Node]:
-        """The likeliest nodes that a block from an older root ranked: the new one knows more of the text, and
-        ranks what follows them along the paths that are in flight."""
+        """Return the likeliest nodes that a block from an older root ranked.
+
+        The new block knows more of the text, and ranks what follows them along the paths that are in flight.
+        """
         ranked = (node for node in self.tree.nodes() if node.expanded and node.successor < 0)
         return heapq.nlargest(_RANKED_AGAIN, ranked, lambda node: node.score)
 
@@ -226,8 +230,10 @@ class FlowSpecPlus(TreeStrategy):
                 self._text.append(token)
 
     def _look_up(self, top: Node) -> None:
-        """**lookup**: add earlier continuations of this path while they are likely, without a draft pass
-        (docs/experiments/flowspec.md: 2.14 to 2.51 x Chunk-PP in greedy text)."""
+        """Add earlier continuations of this path while they are likely, without a draft pass (``lookup``).
+
+        With it greedy text has 2.51 instead of 2.14 x Chunk-PP's tokens/s (docs/experiments/flowspec.md).
+        """
         if "lookup" in self._disabled:
             return
         floor = self.tree.root.score + _WORTH_LOOKING
@@ -246,7 +252,7 @@ class FlowSpecPlus(TreeStrategy):
                     heapq.heappush(queue, (-child.score, child))
 
     def _path(self, node: Node) -> tuple[int, ...]:
-        """The newest tokens of the text that ends with ``node``."""
+        """Return the newest tokens of the text that ends with ``node``."""
         tokens: list[int] = []
         step = node
         while step.parent is not None and len(tokens) < _LONGEST_RUN:

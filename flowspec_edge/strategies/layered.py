@@ -120,8 +120,10 @@ class PipeDec(LayeredStrategy):
 
 
 class Chain(LayeredStrategy):
-    """A single chain that fills the pipeline, which a miss empties: PipeDec with layers of one node, and
-    leyten/shard's way."""
+    """A single chain that fills the pipeline and empties at a miss.
+
+    PipeDec with layers of one node does the same, and so does leyten/shard.
+    """
 
     name = "chain"
     title = "chain in flight"

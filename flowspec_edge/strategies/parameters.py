@@ -100,7 +100,7 @@ class Parameter:
 
 
 def parameters(declared: type[Parameters]) -> dict[str, Parameter]:
-    """The parameters that a class declares, inherited ones first."""
+    """Return the parameters that a class declares, inherited ones first."""
     return _described(declared)  # type: ignore[arg-type]  # mypy takes the hash of its instances
 
 
@@ -119,8 +119,9 @@ def _described(declared: type[Parameters]) -> dict[str, Parameter]:
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters that all strategies have.  A strategy with more derives a frozen dataclass and names it
-    as ``Strategy.parameters``.
+    """The parameters that all strategies have.
+
+    A strategy with more derives a frozen dataclass and names it as ``Strategy.parameters``.
 
     Lengths count tokens, depths count tree levels below the root.  A field is
     ``name: Annotated[kind, meaning, least, most] = default`` with a kind of int, float, bool, str, or a
@@ -155,7 +156,7 @@ class Parameters:
                              "gamma or branching that asks for it")
 
     def select(self, declared: type[Declared]) -> Declared:
-        """The values of the parameters that ``declared`` has; defaults for those not given."""
+        """Return the values of the parameters that ``declared`` has; defaults for those not given."""
         if isinstance(self, declared):
             return self
         values = {name: getattr(self, name) for name in parameters(declared) if hasattr(self, name)}

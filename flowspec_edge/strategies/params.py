@@ -16,8 +16,9 @@ DEFAULT_STRATEGY = "flowspec_plus"  # of requests without one
 
 @dataclass(frozen=True, init=False)
 class Params(Parameters):
-    """Values of any strategies' parameters by name, such as ``Params(segment=8, pipedec_width=16)``.  A
-    strategy takes those that it declares; ``flowspec strategies NAME`` lists them.
+    """Values of any strategies' parameters by name, such as ``Params(segment=8, pipedec_width=16)``.
+
+    A strategy takes those that it declares; ``flowspec strategies NAME`` lists them.
 
     specific  names and values of those that only some strategies have
 
@@ -43,12 +44,12 @@ class Params(Parameters):
                     self.select(declared)
 
     def select(self, declared: type[Declared]) -> Declared:
-        """The values of the parameters that ``declared`` has; UsageError if they do not fit together."""
+        """Return the values of the parameters that ``declared`` has; UsageError if they do not fit together."""
         values = {**{name: getattr(self, name) for name in parameters(Parameters)}, **dict(self.specific)}
         return declared(**{name: values[name] for name in parameters(declared) if name in values})
 
     def changed(self, **values: Any) -> Params:
-        """A copy with other values of parameters."""
+        """Return a copy with other values of parameters."""
         return replace(self, **values)
 
     def flat(self) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def all_parameters() -> dict[str, Parameter]:
 
 def set_parameters(params: Params, settings: Iterable[str], parameters: Mapping[str, Parameter], owner: str,
                    ) -> Params:
-    """``params`` with every "name=value" of ``settings``; a dash counts as an underscore.
+    """Return ``params`` with every "name=value" of ``settings``; a dash counts as an underscore.
 
     UsageError for a name that is not in ``parameters``, the parameters of ``owner``, or for a value out of range.
     """

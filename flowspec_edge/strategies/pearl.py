@@ -47,7 +47,7 @@ class Pearl(TreeStrategy):
 
     @property
     def gamma(self) -> int:
-        """By default as many tokens as the draft makes in one verification."""
+        """Tokens of a draft: by default as many as the draft model makes in one verification."""
         return self.params.pearl_gamma or max(1, round(min(self.pipeline.draft_passes, LONGEST_BLOCK)))
 
     def begin_round(self) -> None:

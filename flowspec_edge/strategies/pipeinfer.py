@@ -189,8 +189,10 @@ class PipeInfer(TreeStrategy):
         self._iterations += 1
 
     def _try_again(self, request: DraftRequest, output: DraftOutput) -> bool:
-        """Retry an attempt that the cutoff stopped; False: the cutoff is still too high.  The draft's former
-        answer is reused: it would be the same, and a pass would keep D0 from handling outputs."""
+        """Retry an attempt that the cutoff stopped; False: the cutoff is still too high.
+
+        The draft's former answer is reused: it would be the same, and a pass would keep D0 from handling outputs.
+        """
         node_ids = {node.id for node in request.nodes}
         if any(tip.alive and tip.id in node_ids for tip in self._tips):
             if not 0 < math.exp(output.scores.max()) >= self.cutoff:

@@ -68,9 +68,9 @@ def title_of(name: str) -> str:
 
 
 def strategy_class(name: str) -> type[Strategy]:
-    """Find a strategy by its name, or import it from "package.module:Class", of an installed package or of
-    the current directory; then its own name works, too.
+    """Find a strategy by its name, or import it from "package.module:Class".
 
+    The package is installed or in the current directory; once imported, the strategy's own name works, too.
     UsageError for an unknown name (with the known ones), or if the import fails or is no strategy.
     """
     require_strategy(name)
@@ -103,8 +103,10 @@ def require_strategy(name: str) -> None:
 
 
 def common_parallelism(names: Iterable[str]) -> Parallelism:
-    """The parallelism that all these strategies need; a pipeline if there are none. UsageError if they
-    differ."""
+    """Return the parallelism that all these strategies need; a pipeline if there are none.
+
+    UsageError if they differ.
+    """
     kinds: set[Parallelism] = {strategy_class(name).parallelism for name in names} or {"pipeline"}
     if len(kinds) > 1:
         raise UsageError("concurrent requests must share one kind of parallelism, "
@@ -132,7 +134,7 @@ def require_pipelines(names: Iterable[str]) -> None:
 
 
 def parameters_of(strategy: type[Strategy]) -> dict[str, Parameter]:
-    """The parameters that ``strategy`` reads by name, its own first."""
+    """Return the parameters that ``strategy`` reads by name, its own first."""
     own_parameters, shared = parameters(strategy.parameters), parameters(Parameters)
     specific = [name for name in own_parameters if name not in shared]
     return {name: own_parameters[name] for name in (*specific, *(DRAFTED if strategy.drafter else ()), *COMMON)}
@@ -179,8 +181,10 @@ def _load(reference: str) -> type[Strategy]:
 
 
 def _located(strategy: type[Strategy]) -> type[Strategy]:
-    """A subclass whose methods and properties raise RequestFailed, with file and line, for whatever
-    ``strategy`` raises, ``sys.exit`` included."""
+    """Derive a class whose methods and properties raise RequestFailed for whatever ``strategy`` raises.
+
+    The error names file and line.  ``sys.exit`` is included.
+    """
     from flowspec_edge.strategies.base import Strategy
 
     source = inspect.getsourcefile(strategy)

@@ -73,8 +73,10 @@ class TreeStrategy(Strategy):
         return self.expansion is not None and not self.expansion.done
 
     def expand(self, origins: list[Node], levels: int, width: int, keep: int) -> None:
-        """Begin to draft ``levels`` levels below ``origins``, ``width`` expanded nodes and as many children
-        each; in the end the best ``keep`` of the new nodes stay (EAGLE-2's rerank)."""
+        """Begin to draft ``levels`` levels below ``origins``, ``width`` expanded nodes and as many children each.
+
+        In the end the best ``keep`` of the new nodes stay (EAGLE-2's rerank).
+        """
         self.expansion = TreeExpansion(self.tree, origins, levels, width, keep)
 
     def _restart(self, token: int, position: int, first_id: int) -> None:
@@ -99,7 +101,7 @@ class TreeStrategy(Strategy):
         return root + [math.exp(min(0.0, node.score - top.score)) for node in nodes]
 
     def send(self, nodes: Sequence[Node], root: bool) -> Segment:
-        """The segment of the tree's root (``root``: it is unsent) and then ``nodes``, parents first."""
+        """Return the segment of the tree's root (``root``: it is unsent) and then ``nodes``, parents first."""
         self._number(nodes, root)
         return self.builder.seal()
 
@@ -127,7 +129,9 @@ class TreeStrategy(Strategy):
 
     def accept(self) -> tuple[list[Commit], bool]:
         """Accept what the verified rows allow, and prune: the commits, and whether the round ended in a miss.
-        A miss starts a tree at the missed token; otherwise the newest token becomes the root."""
+
+        A miss starts a tree at the missed token; otherwise the newest token becomes the root.
+        """
         path, missed = accepted_path(self.tree)
         commits = []
         for node in path:

@@ -110,8 +110,10 @@ _FORMS = {kind.__name__: _form(kind, table) for kind, table in FIELDS.items()}
 
 
 def encode(message: m.Message) -> list[Buffer]:
-    """The payload is not copied.  ProtocolError for a value without the type, range or shape of
-    ``messages``."""
+    """Return the payload is not copied.
+
+    ProtocolError for a value without the type, range or shape of ``messages``.
+    """
     if isinstance(message, m.Batch):
         _check_parts(message.parts)
         parts = [encode(part) for part in message.parts]
@@ -139,7 +141,7 @@ def encode(message: m.Message) -> list[Buffer]:
 
 
 def decode(frames: Sequence[Buffer]) -> m.Message:
-    """ProtocolError for anything that :func:`encode` cannot make.
+    """Decode a message; ProtocolError for anything that :func:`encode` cannot make.
 
     Of another version's message, fields behind ``version`` have their defaults.
     """
@@ -182,7 +184,7 @@ def _is_of_another_version(form: _Form, scalars: Sequence[Any]) -> bool:
 
 
 def _unpacked(name: str, form: Sequence[tuple[str, Scalar]], scalars: Sequence[Any]) -> dict[str, Any]:
-    """The first scalars of a header by their names; the header may have more."""
+    """Return the first scalars of a header by their names; the header may have more."""
     values: dict[str, Any] = {}
     for (key, scalar), value in zip(form, scalars, strict=False):
         try:
@@ -193,7 +195,7 @@ def _unpacked(name: str, form: Sequence[tuple[str, Scalar]], scalars: Sequence[A
 
 
 def _decode_batch(plain: bool, sizes: Any, frames: Sequence[Buffer]) -> m.Batch:
-    """``sizes``: the number of frames of each part; ``plain``: the header has nothing else."""
+    """Decode a batch; ``sizes``: the number of frames of each part; ``plain``: the header has nothing else."""
     if (not plain or type(sizes) is not list or len(sizes) > m.MAX_BATCH
             or any(type(size) is not int or not 1 <= size <= _PART_FRAMES for size in sizes)
             or sum(sizes) != len(frames)):

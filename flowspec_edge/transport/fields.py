@@ -33,7 +33,7 @@ _PAYLOADS: dict[str, np.dtype[Any]] = {
 
 class Scalar(Protocol):
     def pack(self, value: Any) -> Any:
-        """The value for msgpack."""
+        """Return the value for msgpack."""
 
     def unpack(self, value: Any) -> Any:
         ...
@@ -66,8 +66,10 @@ class Bool:
 
 
 class Text:
-    """Truncated to MAX_TEXT characters when sent, since a cause may be any length. Surrogates (of a file name
-    that is not UTF-8) are replaced."""
+    """Truncated to MAX_TEXT characters when sent, since a cause may be any length.
+
+    Surrogates (of a file name that is not UTF-8) are replaced.
+    """
 
     def pack(self, value: Any) -> str:
         return str(value)[:MAX_TEXT].encode(errors="replace").decode()
@@ -110,8 +112,10 @@ class FloatMap:
 
 
 class Arrays:
-    """One message's arrays: named dimensions, bytes of small ones, the payload's frame.  A dimension's name
-    has one size per message; the header lists sizes in order of first use."""
+    """One message's arrays: named dimensions, bytes of small ones, the payload's frame.
+
+    A dimension's name has one size per message; the header lists sizes in order of first use.
+    """
 
     def __init__(self, dims: Sequence[int] = (), index: bytes = b"", frames: Sequence[Buffer] = ()) -> None:
         self.sizes: dict[str, int] = {}
@@ -140,7 +144,7 @@ class Arrays:
         return [self.sizes[name] for name in names]
 
     def take(self, dtype: np.dtype[Any], names: tuple[str, ...]) -> NDArray[Any]:
-        """The next small array, read-only."""
+        """Return the next small array, read-only."""
         shape = self.shape(names)
         if self._offset + prod(shape) * dtype.itemsize > len(self._index):
             raise ProtocolError("needs more bytes than were sent")
@@ -149,7 +153,7 @@ class Arrays:
         return array
 
     def require_consumed(self) -> None:
-        """ProtocolError if anything is left over."""
+        """Raise ProtocolError if anything is left over."""
         if self._offset != len(self._index):
             raise ProtocolError(f"the small arrays have {self._offset} bytes, {len(self._index)} were sent")
         if next(self._dims, None) is not None:
@@ -166,7 +170,7 @@ class ArrayField(Protocol):
         """Put an array that is not absent into ``arrays``; returns its code."""
 
     def unpack(self, code: str, arrays: Arrays, scalars: Mapping[str, Any]) -> Any:
-        """``scalars`` are the message's scalar fields."""
+        """Read a field's value; ``scalars`` are the message's scalar fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +278,7 @@ class Subset:
 
 
 def short(value: Any) -> str:
-    """For error texts."""
+    """Shorten a value for an error's text."""
     if isinstance(value, str | bytes | list | dict) and len(value) > 16:
         return f"a {type(value).__name__} of length {len(value)}"
     return repr(value)[:80]

@@ -1,6 +1,6 @@
-"""CURVE key pairs, their files, and the public keys that each listening socket admits, through ZeroMQ's
-authentication protocol (ZAP).
+"""CURVE key pairs, their files, and the public keys that each listening socket admits.
 
+Sockets ask through ZeroMQ's authentication protocol (ZAP).
 A file holds a set of pairs, usually one.  While a board's keys are rotated, its file holds the pair of the running
 release and that of the next one.  Each release names the public key of its pair.
 """
@@ -104,7 +104,7 @@ def _pair(fields: object) -> KeyPair | None:
 
 
 def parse_public(text: str) -> bytes:
-    """UsageError if ``text`` is not 40 characters of Z85."""
+    """Read a public key; UsageError if ``text`` is not 40 characters of Z85."""
     key = _z85(text)
     if key is None:
         raise UsageError(f"{text[:50]!r} is not a CURVE key: 40 characters of Z85 are expected")
@@ -140,8 +140,10 @@ class KeyAllowList(ThreadAuthenticator):
         self.configure_curve_callback(name, self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether to admit a peer; logs a refusal once per address and interval.  Called in the
-        authenticator's thread."""
+        """Whether to admit a peer; logs a refusal once per address and interval.
+
+        Called in the authenticator's thread.
+        """
         if key in self._admitted[domain]:
             return True
         now, peer = time.monotonic(), (domain, self._address)
@@ -154,6 +156,6 @@ class KeyAllowList(ThreadAuthenticator):
         return False
 
     async def handle_zap_message(self, msg: list[bytes]) -> None:
-        """Also notes the peer's address for the log."""
+        """Handle a request of ZAP, and note the peer's address for the log."""
         self._address = msg[_ADDRESS].decode(errors="replace") if len(msg) > _ADDRESS else "unknown address"
         await super().handle_zap_message(msg)

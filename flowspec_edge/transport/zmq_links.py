@@ -54,7 +54,10 @@ class Tuning:
 
 
 class Endpoint:
-    """``authenticated``: CURVE has checked the peers' keys; ``dropped``: messages from peers without keys."""
+    """An end of a link.
+
+    ``authenticated``: CURVE has checked the peers' keys; ``dropped``: messages from peers without keys.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], name: str, tuning: Tuning) -> None:
         self.socket = socket
@@ -69,7 +72,7 @@ class Endpoint:
 
     @property
     def endpoint(self) -> str:
-        """With the port that the system chose."""
+        """The address, with the port that the system chose."""
         return cast(bytes, self.socket.last_endpoint).decode().rstrip("\0")
 
     def close(self) -> None:
@@ -92,7 +95,7 @@ class Endpoint:
             log.warning("%s: dropped a message, number %d: %s", self.name, self.dropped, reason)
 
     def _frames(self, message: Message, peer: str = "") -> list[Buffer]:
-        """Subclasses may add to it; ``peer``: a hub's receiver."""
+        """Encode a message for ``peer``, a hub's receiver; subclasses may add frames."""
         return encode(message)
 
     def _send(self, frames: Sequence[Buffer], timeout: float) -> bool:
@@ -117,8 +120,11 @@ class Endpoint:
         self.bytes_out += size
 
     def _receive(self, timeout: float, most: int) -> list[bytes] | None:
-        """One multipart message, or None; of the frames beyond ``most`` one is kept, as evidence.  pyzmq
-        copies frames into aligned bytes: up to about 300 KB cheaper than its zero-copy Frame."""
+        """One multipart message, or None.
+
+        Of the frames beyond ``most`` one is kept, as evidence.  pyzmq copies frames into aligned bytes: up to about
+        300 KB cheaper than its zero-copy Frame.
+        """
         socket = self.socket
         try:
             if timeout > 0:
@@ -160,7 +166,7 @@ class ZmqLink(Endpoint):
         return self._send(self._frames(message), timeout)
 
     def receive(self, timeout: float = 0.0) -> Message | None:
-        """None if nothing arrived within ``timeout`` seconds; anything but a message is rejected."""
+        """Receive a message; None if nothing arrived within ``timeout`` seconds; anything but a message is rejected."""
         frames = self._receive(timeout, MAX_FRAMES)
         if frames is None:
             return None
@@ -234,7 +240,7 @@ class ZmqHub(Endpoint):
     _key: str = ""  # of the last message's sender
 
     def send(self, peer: str, message: Message) -> bool:
-        """False if there is no room, PeerLost if ``peer`` is not connected."""
+        """Send a message; False if there is no room, PeerLost if ``peer`` is not connected."""
         try:
             return self._send([peer.encode(), *self._frames(message, peer)], 0.0)
         except zmq.Again:  # a ROUTER looks ready as long as any peer has room
@@ -279,7 +285,9 @@ class ZmqHub(Endpoint):
 
 class ZmqTransport:
     """One ZeroMQ context; ``keys`` encrypt every link, only ``unencrypted`` permits remote peers without.
-    ``peer_keys``: those that a bound end admits (a hub: for each identity), or the bound end's own."""
+
+    ``peer_keys``: those that a bound end admits (a hub: for each identity), or the bound end's own.
+    """
 
     # The classes of links; an emulation overrides them.
     link_class: type[ZmqLink] = ZmqLink
@@ -332,7 +340,7 @@ class ZmqTransport:
         zmq.zmq_poll(ends, max(0, round(timeout * 1e3)))
 
     def close(self) -> None:
-        """Takes at most the linger time."""
+        """Close all links, within the linger time."""
         for end in self._ends:
             end.close()
         if self._key_list is not None:

@@ -23,8 +23,11 @@ from flowspec_edge.tree.draft_tree import DraftTree, Node
 
 
 def accepted_path(tree: DraftTree) -> tuple[list[Node], int]:
-    """The accepted nodes below the root, in order, and the token that no child has, or -1 while the path's
-    end is unverified.  Accepted nodes may be verified, in flight or unsent (FlowSpec eq. 2)."""
+    """Return the accepted nodes below the root, in order, and the token that follows them.
+
+    No child has that token; it is -1 while the path's end is unverified.  Accepted nodes may be verified, in flight or
+    unsent (FlowSpec eq. 2).
+    """
     path: list[Node] = []
     node = tree.root
     while node.successor >= 0:
@@ -41,8 +44,10 @@ _STEEPEST = 8.0  # log odds of a source are clipped here
 
 
 class Evidence(NamedTuple):
-    """Log scores of an unverified child; -inf if that source did not name it. ``parent_expanded`` says whether a
-    draft model expanded its parent."""
+    """Log scores of an unverified child; -inf if that source did not name it.
+
+    ``parent_expanded`` says whether a draft model expanded its parent.
+    """
 
     draft_score: float
     lookup_score: float
@@ -79,7 +84,8 @@ class AcceptanceWeights:
 
 class AcceptanceEstimator:
     def __init__(self, greedy: bool, learns: bool = True, weights: AcceptanceWeights | None = None) -> None:
-        """
+        """Begin with the initial weights, or with those that earlier requests have learned.
+
         greedy   the text is drawn without noise
         learns   False keeps the initial weights
         weights  to begin with and to improve; None: this request begins anew
@@ -101,7 +107,7 @@ class AcceptanceEstimator:
         return np.asarray(-np.logaddexp(0.0, -np.clip(weights.bias + weights.draft * odds, -30.0, 30.0)))
 
     def learn(self, evidence: Evidence, accepted: bool) -> None:
-        """The target accepted the parent, and then this child (``accepted``) or another token."""
+        """Learn that the target accepted the parent, and then this child (``accepted``) or another token."""
         case, draft, lookup = _odds(evidence)
         weights = self._weights[case]
         step = self._rate * (accepted - _logistic(weights, draft, lookup))
@@ -110,7 +116,7 @@ class AcceptanceEstimator:
 
 
 def _odds(evidence: Evidence) -> tuple[Case, float, float]:
-    """The weights that apply, and the log odds of both sources; 0 for a source without a score."""
+    """Return the weights that apply, and the log odds of both sources; 0 for a source without a score."""
     draft, lookup, parent_expanded = evidence
     if draft > -math.inf:
         if lookup > -math.inf:

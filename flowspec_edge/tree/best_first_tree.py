@@ -143,13 +143,15 @@ class BestFirstTree(DraftTree):
     # ---- queues by probability ------------------------------------------------------------
 
     def pop_unsent(self, limit: int) -> list[Node]:
-        """Remove up to ``limit`` unsent nodes that are not hopeless, likeliest first, so parents before
-        children."""
+        """Remove up to ``limit`` unsent nodes that are not hopeless, likeliest first, so parents before children."""
         return list(islice(self._likeliest(self._unsent, HOPELESS, lambda node: node.number < 0), limit))
 
     def pop_unexpanded(self, limit: int, floor: float = 0.0) -> list[Node]:
-        """Remove up to ``limit`` unexpanded nodes, likeliest first, never the root, whose parents are
-        expanded and whose children may be worth sending: not those with a probability below ``floor``."""
+        """Remove up to ``limit`` unexpanded nodes, likeliest first, never the root.
+
+        Their parents are expanded, and their children may be worth sending: nodes with a probability below
+        ``floor`` stay.
+        """
         ready: list[Node] = []
         early: list[Node] = []  # their parents are not expanded yet
         floor = math.log(max(floor, _LEAST_EXPANDED))
@@ -203,7 +205,7 @@ class BestFirstTree(DraftTree):
         return child
 
     def child(self, parent: Node, token: int) -> Node | None:
-        """Also makes a node of a named child."""
+        """Return a child; a child that is only named becomes a node."""
         child = parent.children.get(token)
         if child is None:
             candidates = self._scores[parent.id].named

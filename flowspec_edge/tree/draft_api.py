@@ -29,8 +29,11 @@ class DraftNode:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """One forward pass of the drafter.  Every node is the root, or its parent is the root or a node below it
-    that an earlier request expanded.  Expanding a node again replaces its former result."""
+    """One forward pass of the drafter.
+
+    Every node is the root, or its parent is the root or a node below it that an earlier request expanded.
+    Expanding a node again replaces its former result.
+    """
 
     root: int
     nodes: tuple[DraftNode, ...]
@@ -56,7 +59,7 @@ class DraftOutput:
         return cls(np.full((nodes, children), ABSENT, np.int32), np.full((nodes, children), -np.inf))
 
     def split(self, nodes: Sequence[int]) -> list[DraftOutput]:
-        """The outputs of ``nodes[0]``, ``nodes[1]``, … nodes."""
+        """Return the outputs of ``nodes[0]``, ``nodes[1]``, … nodes."""
         ends = np.cumsum(nodes)[:-1]
         beyond = [None] * len(nodes) if self.beyond is None else np.split(self.beyond, ends)
         return [DraftOutput(*arrays) for arrays in zip(np.split(self.tokens, ends), np.split(self.scores, ends),
@@ -65,8 +68,10 @@ class DraftOutput:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """``source``: number of the row that predicted the token; ``accepted``: False: not drafted, after a
-    miss."""
+    """A token that became text.
+
+    ``source``: number of the row that predicted the token; ``accepted``: False: not drafted, after a miss.
+    """
 
     token: int
     source: int

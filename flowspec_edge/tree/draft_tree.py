@@ -44,7 +44,7 @@ class Node:
     children: dict[int, Node] = field(default_factory=dict)
 
     def __lt__(self, other: Node) -> bool:
-        """By age, for heaps that hold a node twice with one score."""
+        """Compare by age, for heaps that hold a node twice with one score."""
         return self.id < other.id
 
 
@@ -67,8 +67,10 @@ class DraftTree:
         self.generation = 0  # expansions begun; in layer order an older one goes first
 
     def add(self, parent: Node, token: int, score: float) -> Node:
-        """The child of ``parent`` with ``token``, created and queued if new.  An unsent child takes the new
-        score, since a later expansion knows more context (FlowSpec, III-D)."""
+        """Return the child of ``parent`` with ``token``, created and queued if new.
+
+        An unsent child takes the new score, since a later expansion knows more context (FlowSpec, III-D).
+        """
         node = parent.children.get(token)
         if node is None:
             node = Node(self.next_id, parent, token, parent.position + 1, score)
@@ -89,8 +91,10 @@ class DraftTree:
         heapq.heappush(self._queue, (rank, -node.score, node.id, node))
 
     def pop_unsent(self, limit: int) -> list[Node]:
-        """Remove up to ``limit`` unsent nodes, best first.  Unsent ancestors come along, in front: re-scoring
-        may have put a parent behind its child."""
+        """Remove up to ``limit`` unsent nodes, best first.
+
+        Unsent ancestors come along, in front: re-scoring may have put a parent behind its child.
+        """
         nodes: list[Node] = []
         result_ids: set[int] = set()
         while self._queue and len(nodes) < limit:
@@ -124,7 +128,7 @@ class DraftTree:
             for n in nodes), children)
 
     def mark_sent(self, node: Node, number: int) -> None:
-        """The node has its number from the segment builder."""
+        """Give the node its number from the segment builder."""
         node.number = number
         self.sent_nodes[number] = node
 
@@ -137,7 +141,7 @@ class DraftTree:
         return True
 
     def child(self, parent: Node, token: int) -> Node | None:
-        """The child of ``parent`` with ``token``, if it has one."""
+        """Return the child of ``parent`` with ``token``, if it has one."""
         return parent.children.get(token)
 
     def reroot(self, path: list[Node]) -> None:
@@ -181,8 +185,7 @@ class DraftTree:
 
 
 class TreeExpansion:
-    """Expands ``origins`` by ``levels`` levels of ``width`` nodes with ``width`` children; ``keep`` nodes
-    stay."""
+    """Expands ``origins`` by ``levels`` levels of ``width`` nodes with ``width`` children; ``keep`` nodes stay."""
 
     def __init__(self, tree: DraftTree, origins: list[Node], levels: int, width: int, keep: int) -> None:
         self._tree = tree
@@ -199,7 +202,7 @@ class TreeExpansion:
         return self._levels <= 0 or not self._frontier
 
     def request(self) -> DraftRequest | None:
-        """The next pass; None when the expansion is complete or its nodes are gone."""
+        """Return the next pass; None when the expansion is complete or its nodes are gone."""
         self._frontier = [n for n in self._frontier if n.alive]
         if self.done:
             return None

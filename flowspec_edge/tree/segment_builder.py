@@ -13,7 +13,10 @@ class SegmentBuilder:
     """:meth:`add` rows, then :meth:`seal` the segment; it announces the commits since the one before it."""
 
     def __init__(self, session: int = 0, epoch: int = 0, taps: tuple[int, ...] = (), reused_rows: int = 0) -> None:
-        """``taps``: as ``Segment.taps``, of every row; ``reused_rows``: committed rows that every stage holds."""
+        """Begin a session's numbers.
+
+        ``taps``: as ``Segment.taps``, of every row; ``reused_rows``: committed rows that every stage holds.
+        """
         self.session = session
         self.epoch = epoch
         self.taps = taps
@@ -31,8 +34,11 @@ class SegmentBuilder:
         self.most_undecided: int | None = None  # rows since the newest committed one; None: any number
 
     def add(self, token: int, position: int, parent: int = -1, committed: bool = False) -> int:
-        """Append a row; returns its number.  ``parent``: -1, or any committed number, for a row directly
-        below the committed text.  ValueError for more rows than ``most_undecided``."""
+        """Append a row; returns its number.
+
+        ``parent``: -1, or any committed number, for a row directly below the committed text.  ValueError for more
+        rows than ``most_undecided``.
+        """
         number = self.next_number
         if self.most_undecided is not None and number - self.base >= self.most_undecided:
             raise ValueError(f"more than {self.most_undecided} rows of which none became text")
@@ -49,8 +55,7 @@ class SegmentBuilder:
         return number
 
     def seal(self, taps: tuple[int, ...] = ()) -> Segment:
-        """The segment of all rows added since the last one, maybe empty; ``taps`` add to those of every
-        row."""
+        """Return the segment of all rows added since the last one, maybe empty; ``taps`` add to those of every row."""
         rows, self._rows = self._rows, []
         first = rows[0][0] if rows else self.next_number
         width = self.next_number - self.base
@@ -85,7 +90,7 @@ class SegmentBuilder:
         self.base = number + 1
 
     def prune(self, keep: Iterable[int]) -> Prune:
-        """The message that, of all numbers issued, only the committed ones and ``keep`` are alive."""
+        """Return the message that, of all numbers issued, only the committed ones and ``keep`` are alive."""
         survivors = self._prune_commits + sorted(n for n in keep if n >= self.base)
         message = Prune(self.session, self.epoch, self._prune_sequence, self._prune_start,
                         self.next_number, np.array(survivors, dtype=np.int32))

@@ -79,8 +79,10 @@ class TextIndex:
         self.newest = (*self.newest, token)[-self.longest :]
 
     def candidates(self, path: Sequence[int], count: int) -> list[tuple[int, float]]:
-        """Return up to ``count`` (token, estimate) for a text that ends with ``path``, likeliest first. Of equal
-        estimates those of the longer context come first, then the newest."""
+        """Return up to ``count`` (token, estimate) for a text that ends with ``path``, likeliest first.
+
+        Of equal estimates those of the longer context come first, then the newest.
+        """
         estimates: dict[int, float] = {}
         remaining = 1.0  # the probability that no longer context was right
         for length, context in reversed(list(self._contexts(path))):
@@ -111,7 +113,7 @@ class TextIndex:
                 yield n, context
 
     def _expand_single(self, follower: int, n: int) -> _Context:
-        """The context of the ``n`` tokens before position ``follower``, its single occurrence."""
+        """Return the context of the ``n`` tokens before position ``follower``, its single occurrence."""
         context = _Context()
         context.add_follower(self._text[follower])
         if n < self.longest and n < follower:

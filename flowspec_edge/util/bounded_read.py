@@ -26,7 +26,7 @@ MAX_DEPTH = 64  # of lists and objects in one another; a config.json has five
 
 
 def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
-    """UsageError for a file that cannot be read or has more than ``most`` bytes."""
+    """Read a file; UsageError if it cannot be read or has more than ``most`` bytes."""
     try:
         with path.open("rb") as file:
             too_long = os.fstat(file.fileno()).st_size > most  # before gigabytes are read
@@ -51,7 +51,7 @@ def read_text(path: Path, most: int = MAX_BYTES) -> str:
 
 
 def as_text(data: bytes, source: str) -> str:
-    """UsageError unless ``data`` is UTF-8."""
+    """Decode ``data``; UsageError unless it is UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -70,7 +70,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json(data: bytes | str, source: str) -> Any:
-    """UsageError unless ``data`` is JSON of at most ``MAX_DEPTH`` levels."""
+    """Parse ``data``; UsageError unless it is JSON of at most ``MAX_DEPTH`` levels."""
     text = as_text(data, source) if isinstance(data, bytes) else data
     try:
         value = json.loads(text)
@@ -112,7 +112,7 @@ class UncachedFile:
     """
 
     def __init__(self, path: Path, hashed: bool = False) -> None:
-        """``hashed``: compute the sha256 from what is read. FlowspecError if there is no such file."""
+        """Open a file; FlowspecError if there is none; ``hashed``: compute the sha256 from what is read."""
         self.path = path
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -127,8 +127,11 @@ class UncachedFile:
         return self._file
 
     def read_into(self, data: memoryview, at: int) -> None:
-        """Fill ``data``, of bytes, from byte ``at`` on. Files are read once if that is done in their order.
-        FlowspecError if the file ends before, or cannot be read."""
+        """Fill ``data``, of bytes, from byte ``at`` on.
+
+        Files are read once if that is done in their order. FlowspecError if the file ends before, or cannot be
+        read.
+        """
         if self._sha is not None and at > self._hashed:
             self._hash(at)
         while data:

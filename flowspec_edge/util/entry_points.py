@@ -22,7 +22,10 @@ class EntryPointRegistry(Mapping[str, T]):
     """What this package has, by name, then what entry points offer; each is loaded when it is looked up."""
 
     def __init__(self, builtin: Collection[str], group: str, load: Callable[[str], T]) -> None:
-        """``builtin``: names of this package's; ``load``: called at every look-up; KeyError for an unknown name."""
+        """Set up a table of names.
+
+        ``builtin``: names of this package's; ``load``: called at every look-up; KeyError for an unknown name.
+        """
         self._builtin, self._group, self._load = builtin, group, load
 
     def __getitem__(self, name: str) -> T:

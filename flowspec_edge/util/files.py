@@ -54,8 +54,9 @@ def publish(partial: Path, path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, mode: int | None = None, replace: bool = True) -> Iterator[BinaryIO]:
-    """Yield a new file that becomes ``path``, synced, in one step at the end of the block; after an exception
-    ``path`` is unchanged.  An OSError of the new file names ``path``.
+    """Yield a new file that becomes ``path``, synced, in one step at the end of the block.
+
+    After an exception ``path`` is unchanged. An OSError of the new file names ``path``.
 
     mode     permissions, which hold from the file's creation on; None: umask
     replace  False: FileExistsError for an existing file
@@ -89,8 +90,7 @@ def write_atomically(path: Path, data: str | bytes, mode: int | None = None, rep
 
 
 def write_output(path: Path, data: str | bytes) -> None:
-    """Write a file that the user named, or the file that a link of this name points to; UsageError if that
-    fails."""
+    """Write a file that the user named, or the file that a link of this name points to; UsageError if that fails."""
     try:
         write_atomically(path.resolve(), data)
     except OSError as error:
@@ -98,7 +98,7 @@ def write_output(path: Path, data: str | bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """UsageError if :func:`write_output` would fail; does not change ``path``."""
+    """Raise UsageError if :func:`write_output` would fail; does not change ``path``."""
     try:
         target = path.resolve()
         if target.is_dir() or (target.exists() and not target.is_file()):

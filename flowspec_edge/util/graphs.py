@@ -59,7 +59,9 @@ class CudaRecorder:
 
 @dataclass
 class KernelChoice:
-    """ms      by number of rows: (kernel by kernel, recorded), medians
+    """Whether work is recorded as graphs, and why.
+
+    ms      by number of rows: (kernel by kernel, recorded), medians
     reason  why work is not recorded for some rows, or any; "" if it is for all
     """
 

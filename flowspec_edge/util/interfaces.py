@@ -1,4 +1,7 @@
-"""This machine's network interfaces.  Sent to boards with the probe: standard library only, Python 3.8."""
+"""The machine's network interfaces.
+
+Sent to boards with the probe: standard library only, Python 3.8.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _MOST_BYTES = 1 << 17
 
 
 def ipv4_addresses() -> dict[str, list[str]]:
-    """The addresses of each interface that has some, further ones of an interface included.
+    """Return the addresses of each interface that has some, further ones of an interface included.
 
     The kernel's own list: whether a socket can be bound to an address says nothing under the sysctl
     ``ip_nonlocal_bind``.
@@ -57,8 +60,10 @@ def _pieces(data: bytes, head: struct.Struct) -> Iterator[tuple[int, bytes]]:
 
 
 def is_inside_the_machine(interface: str) -> bool:
-    """Whether it is a bridge without a network card, such as Docker's docker0, which has the same address on
-    many machines."""
+    """Return whether it is a bridge without a network card, such as Docker's docker0.
+
+    Such a bridge has the same address on many machines.
+    """
     devices = "/sys/class/net"
     try:
         ports = os.listdir(f"{devices}/{interface}/brif")

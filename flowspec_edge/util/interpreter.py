@@ -46,22 +46,24 @@ def code_command(text: str, *arguments: str, python: str | None = None) -> list[
 
 
 def modules_program(modules: Sequence[ModuleType], entry: ModuleType, call: str) -> str:
-    """Return a program for an interpreter without this package: ``modules``, in the order of their imports, then
-    ``call`` of one of them, such as "main()"."""
+    """Return a program for an interpreter without this package.
+
+    It has ``modules``, in the order of their imports, then ``call`` of one of them, such as "main()".
+    """
     sources = [(module.__name__, inspect.getsource(module)) for module in modules]
     return _LOADER.format(sources=sources, entry=entry.__name__, call=call)
 
 
 def _command(begin: str, *arguments: str, python: str | None) -> list[str]:
-    """``begin``: what runs once the current directory is left out; ``sys`` is imported."""
+    """Make a command; ``begin``: what runs once the current directory is left out; ``sys`` is imported."""
     return [python or sys.executable, "-c", (_SAFE if python else _safe_here()) + begin, *arguments]
 
 
 @contextmanager
 def guarded_starts(*functions: tuple[ModuleType, str]) -> Iterator[None]:
-    """Do the same for the interpreters that ``multiprocessing`` starts meanwhile: for its fork server, its
-    resource tracker and spawned processes.
+    """Do the same for the interpreters that ``multiprocessing`` starts meanwhile.
 
+    These are its fork server, its resource tracker and spawned processes.
     ``functions``: the functions, by module and name, with which another library starts its processes.
     """
     from multiprocessing import util  # imported here: a command's help needs none of it
@@ -79,8 +81,12 @@ def guarded_starts(*functions: tuple[ModuleType, str]) -> Iterator[None]:
 
 
 def leave_out_current_directory() -> None:
-    """Remove the current directory from this process' ``sys.path``, where ``python -m`` and an empty entry of
-    PYTHONPATH put it. A directory that PYTHONPATH names stays. For the start of a program of ours."""
+    """Remove the current directory from this process' ``sys.path``.
+
+    ``python -m`` and an empty entry of PYTHONPATH put it there. A directory that PYTHONPATH names stays. For the
+    start of a
+    program of ours.
+    """
     python_path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if "PYTHONPATH" in os.environ:
         os.environ["PYTHONPATH"] = os.pathsep.join(python_path)
@@ -113,7 +119,7 @@ def _guarded(start: Any) -> Any:
 
 
 def _without_current_directory(command: Sequence[Any]) -> list[Any]:
-    """``command`` with the same program, if it is an interpreter's with -c or -m."""
+    """Return ``command`` with the same program, if it is an interpreter's with -c or -m."""
     for index, argument in enumerate(command):
         if argument == "-c":
             return [*command[:index + 1], _safe_here() + command[index + 1], *command[index + 2:]]

@@ -92,12 +92,15 @@ def is_from(l4t: str, since: str) -> bool:
 
 
 def jetpack_of(l4t: str) -> JetPack | None:
-    """By L4T release, such as "36.4.3"."""
+    """Return the JetPack of an L4T release, such as "36.4.3"."""
     return next((release for release in jetpacks() if f"{l4t}.".startswith(release.l4t)), None)
 
 
 class BoardRails(_Strict):
-    """``rails``: INA3221 labels whose sum is the power of boards with ``model`` in their device-tree name."""
+    """The power rails of one kind of board.
+
+    ``rails``: INA3221 labels whose sum is the power of boards with ``model`` in their device-tree name.
+    """
 
     model: str
     rails: tuple[str, ...]
@@ -111,7 +114,7 @@ class _Boards(_Strict):
 
 @cache
 def power_rails() -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """As ``drivers.observe.power_rails.total_rails`` takes them."""
+    """Return the rails of all boards, as ``drivers.observe.power_rails.total_rails`` takes them."""
     boards = load_toml(resource_dir("profiles") / "jetson" / "boards.toml", _Boards).board
     return tuple((board.model, board.rails) for board in boards)
 
@@ -125,7 +128,7 @@ class UsbNetwork(_Strict):
 
 
 class Desktop(_Strict):
-    """``memory_mb`` is in 10^6 bytes."""
+    """What a board's desktop takes; ``memory_mb`` is in 10^6 bytes."""
 
     memory_mb: int
     source: str

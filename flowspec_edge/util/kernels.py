@@ -15,15 +15,17 @@ from torch import Tensor
 
 @cache
 def fuses_rms_norm(device: torch.device) -> bool:
-    """Whether ``F.rms_norm`` is one kernel: on CUDA from PyTorch 2.9 on.  2.8, the newest for JetPack 6,
-    composes it of eight."""
+    """Whether ``F.rms_norm`` is one kernel: on CUDA from PyTorch 2.9 on.
+
+    2.8, the newest for JetPack 6, composes it of eight.
+    """
     return device.type != "cuda" or (
         hasattr(torch.ops.aten, "_fused_rms_norm")
         and torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CUDA"))
 
 
 class RmsNorm:
-    """``F.rms_norm`` in one launch, or in two where PyTorch composes it.
+    """RMS norm by ``F.rms_norm`` in one launch, or in two where PyTorch composes it.
 
     The two: beside −x, the mean of x is 0, so that the layer norm of both divides x by its root mean square.
     It computes in float32 and rounds once, as the fused kernel does; the mean is 0 within the last bit of the
@@ -31,14 +33,14 @@ class RmsNorm:
     """
 
     def __init__(self, weight: Tensor, eps: float, fused: bool | None = None) -> None:
-        """weight [H] of the dtype and on the device of the rows; ``fused``: None asks ``fuses_rms_norm``."""
+        """Take the weight [H], of the rows' dtype and device; ``fused``: None asks ``fuses_rms_norm``."""
         self._weight, self._eps = weight, eps
         fused = fuses_rms_norm(weight.device) if fused is None else fused
         self._signs = None if fused else signs(weight)
         self._both = None if fused else torch.cat([weight, weight])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., H] to [..., H], not always contiguous."""
+        """Norm x [..., H] to [..., H], not always contiguous."""
         if self._signs is None:
             return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
         return _halved(x, self._signs, self._both, self._eps)
@@ -48,11 +50,11 @@ class HeadNorms:
     """RMS norms of several heads, each with its own weight, in three launches."""
 
     def __init__(self, weights: Tensor, eps: float) -> None:
-        """weights [heads, head_dim]."""
+        """Take weights [heads, head_dim]."""
         self._weights, self._eps, self._signs = weights, eps, signs(weights)
 
     def in_place(self, x: Tensor) -> None:
-        """x [N, heads, head_dim], which may be a view."""
+        """Norm x [N, heads, head_dim] in its place; it may be a view."""
         torch.mul(_halved(x, self._signs, None, self._eps), self._weights, out=x)
 
 
@@ -62,14 +64,14 @@ def signs(like: Tensor) -> Tensor:
 
 
 def _halved(x: Tensor, plus_minus: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """The first half of the layer norm of [x, −x]."""
+    """Return the first half of the layer norm of [x, −x]."""
     width = x.shape[-1]
     both = (x[..., None, :] * plus_minus).flatten(-2)
     return F.layer_norm(both, (2 * width,), weight, None, eps)[..., :width]
 
 
 def rotate_in_place(x: Tensor, by: tuple[Tensor, Tensor]) -> None:
-    """x [N, heads, d]: its halves (a, b) become (a cos - b sin, b cos + a sin); three launches.
+    """Rotate x [N, heads, d]: its halves (a, b) become (a cos - b sin, b cos + a sin); three launches.
 
     ``by``: cosines and sines [N, 1, d], the sines of the first half negated.
     """

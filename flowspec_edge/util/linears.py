@@ -61,7 +61,7 @@ def detach_and_join(parent: nn.Module, *names: str) -> nn.Module:
 
 
 def join(parts: Sequence[nn.Module]) -> nn.Module:
-    """A module that concatenates the linears' outputs; one product if all have the same storage format."""
+    """Return a module that concatenates the linears' outputs; one product if all have the same storage format."""
     if all(type(part) is nn.Linear for part in parts):
         return _joined(cast("Sequence[nn.Linear]", parts))
     first, *others = parts
@@ -73,12 +73,12 @@ def join(parts: Sequence[nn.Module]) -> nn.Module:
 
 
 def concatenated(parts: Sequence[nn.Module]) -> nn.Module:
-    """A module that concatenates the linears' outputs, each of its own product."""
+    """Return a module that concatenates the linears' outputs, each of its own product."""
     return _Concatenated(parts)
 
 
 def add_product(rows: Tensor, linear: nn.Module, x: Tensor) -> Tensor:
-    """``rows`` [n, out] plus ``linear(x)``, in place; product and sum are one kernel if possible.
+    """Add ``linear(x)`` to ``rows`` [n, out] in place; product and sum are one kernel if possible.
 
     On a CPU in 16 bits they are two, and the product is rounded, as in plain decoding.
     """

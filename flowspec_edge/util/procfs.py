@@ -34,5 +34,5 @@ def entries(directory: Path, pattern: str) -> list[Path]:
 
 
 def sizes(path: Path) -> dict[str, int]:
-    """The lines "Name:  123 kB" of a file, in bytes; the kernel's kB are KiB."""
+    """Return the lines "Name:  123 kB" of a file, in bytes; the kernel's kB are KiB."""
     return {name: int(count) * 1024 for name, count in _SIZE.findall(text(path))}

@@ -17,7 +17,7 @@ def in_package(path: Path) -> bool:
 
 
 def resource_dir(kind: str) -> Path:
-    """``kind`` is one of ``KINDS``."""
+    """Return the directory of bundled files of a ``kind``, one of ``KINDS``."""
     for root in (_PACKAGE / "_data", _PACKAGE.parent):
         if (root / kind).is_dir() and (root != _PACKAGE.parent or (root / "pyproject.toml").is_file()):
             return root / kind

@@ -28,7 +28,7 @@ _WIRE_NAMES = {dtype: name for name, (dtype, _) in _WIRE.items()}
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The torch dtype of activations called "fp32", "fp16", "bf16" or "mixed"; UsageError otherwise."""
+    """Return the torch dtype of activations called "fp32", "fp16", "bf16" or "mixed"; UsageError otherwise."""
     try:
         return DTYPES[name]
     except KeyError:
@@ -36,7 +36,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def check_finite(values: Tensor, dtype: torch.dtype, source: str) -> None:
-    """FlowspecError, which begins with ``source``, if a value is NaN, infinite, or too large for ``dtype``.
+    """Raise FlowspecError, which begins with ``source``, if a value is NaN, infinite, or too large for ``dtype``.
 
     Costs a tenth of a copy. Integers, and floats of 8 bits, pass.
     """
@@ -52,7 +52,10 @@ def check_finite(values: Tensor, dtype: torch.dtype, source: str) -> None:
 
 
 def first_row_not_finite(payload: Payload) -> int | None:
-    """The first row of [n, H] with a NaN or an infinity; None if there is none.  Reads host memory only."""
+    """Return the first row of [n, H] with a NaN or an infinity; None if there is none.
+
+    Reads host memory only.
+    """
     values = to_torch(payload)
     if not values.numel() or all(math.isfinite(bound.item()) for bound in torch.aminmax(values)):
         return None
@@ -60,7 +63,7 @@ def first_row_not_finite(payload: Payload) -> int | None:
 
 
 def wire_name(dtype: torch.dtype) -> str:
-    """A Payload's name for ``dtype``: "float32", "float16" or "bfloat16"."""
+    """Return a Payload's name for ``dtype``: "float32", "float16" or "bfloat16"."""
     return _WIRE_NAMES[dtype]
 
 
@@ -79,21 +82,24 @@ def to_torch(payload: Payload) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies from the CPU to CUDA are enqueued through pinned memory; ``tensor`` may be changed at once."""
+    """Copy to a device; copies from the CPU to CUDA are enqueued through pinned memory.
+
+    ``tensor`` may be changed at once.
+    """
     if tensor.device == device or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in host memory; copies from CUDA are enqueued, and valid when the device has reached them."""
+    """Copy to host memory; copies from CUDA are enqueued, and valid when the device has reached them."""
     return [tensor if tensor.device.type != "cuda" else
             torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
             for tensor in tensors]
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, once the device has reached it; the host's thread does not sleep meanwhile."""
+    """Return a copy in host memory, once the device has reached it; the host's thread does not sleep meanwhile."""
     if tensor.device.type != "cuda":
         return tensor.cpu()
     [copied] = to_host([tensor])
@@ -105,12 +111,12 @@ def on_host(tensor: Tensor) -> Tensor:
 
 def indices(values: Sequence[int] | Sequence[Sequence[int]] | NDArray[np.integer], device: torch.device
             ) -> Tensor:
-    """``values`` as int64, without waiting for the device's queue."""
+    """Return ``values`` as int64, without waiting for the device's queue."""
     return to_device(torch.from_numpy(np.asarray(values, np.int64)), device)
 
 
 def from_torch(tensor: Tensor) -> Payload:
-    """A payload of a float32, float16 or bfloat16 tensor; shares the memory of a contiguous CPU tensor."""
+    """Return a payload of a float32, float16 or bfloat16 tensor; shares the memory of a contiguous CPU tensor."""
     name = wire_name(tensor.dtype)
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype == torch.bfloat16:

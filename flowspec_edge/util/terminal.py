@@ -1,6 +1,4 @@
-"""Text for a terminal: from files and peers, made safe, and the known names that a mistyped one may have
-meant.
-"""
+"""Text for a terminal: from files and peers, made safe, and the known names that a mistyped one may have meant."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from difflib import get_close_matches
 
 
 def did_you_mean(name: str, names: Collection[str]) -> str:
-    """``"did you mean a or b? "``, or nothing: to be put before a list of all names."""
+    """Return ``"did you mean a or b? "``, or nothing: to be put before a list of all names."""
     by_lower = {candidate.lower().replace("-", "_"): candidate for candidate in names}
     matches = get_close_matches(name.lower().replace("-", "_"), by_lower, n=2)
     return f"did you mean {' or '.join(by_lower[candidate] for candidate in matches)}? " if matches else ""
@@ -22,14 +20,14 @@ _UNSAFE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
 def printable(text: str) -> str:
-    r"""``text`` with characters that a terminal may act on as \x1b; line feeds and tabs stay."""
+    r"""Return ``text`` with characters that a terminal may act on as \x1b; line feeds and tabs stay."""
     if text.isprintable():
         return text
     return "".join(_escaped(c) if unicodedata.category(c) in _UNSAFE and c not in "\n\t" else c for c in text)
 
 
 def plain(text: str) -> str:
-    """``text`` for rich: :func:`printable`, and its brackets are no markup."""
+    """Return ``text`` for rich: :func:`printable`, and its brackets are no markup."""
     from rich.markup import escape
 
     return escape(printable(text))
@@ -41,7 +39,7 @@ def counted_stages(stages: int) -> str:
 
 
 def no_control_characters(text: str) -> str:
-    """A validator, which raises ValueError."""
+    """Return a validator, which raises ValueError."""
     if printable(text) != text:
         raise ValueError(f"{printable(text)} has characters that a terminal acts on")
     return text

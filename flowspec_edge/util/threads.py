@@ -17,7 +17,7 @@ _SMALL = 6 * 10**8
 
 
 def cores() -> int:
-    """The number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

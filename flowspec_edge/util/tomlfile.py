@@ -64,7 +64,7 @@ class Misplaced(ValueError):
 
 
 def matching(pattern: str, description: str) -> AfterValidator:
-    """A validator: the whole string must match ``pattern``, which the error calls ``description``."""
+    """Return a validator: the whole string must match ``pattern``, which the error calls ``description``."""
     compiled = re.compile(pattern)
 
     def check(value: str) -> str:
@@ -85,12 +85,12 @@ Origin = Annotated[str, AfterValidator(_origin)]  # of a web page
 
 
 def load_toml(path: Path, model: type[M]) -> M:
-    """UsageError with file, line and key of every fault."""
+    """Load a TOML file; UsageError with file, line and key of every fault."""
     return parse_toml(read_bytes(path, _MAX_BYTES), path, model)
 
 
 def parse_toml(raw: bytes, path: Path, model: type[M]) -> M:
-    """``path`` is for the errors, which are those of :func:`load_toml`."""
+    """Parse TOML as :func:`load_toml`; ``path`` is for the errors."""
     try:
         text = raw.decode()
         data: dict[str, Any] = tomllib.loads(text)
@@ -119,7 +119,7 @@ def parse_toml(raw: bytes, path: Path, model: type[M]) -> M:
 
 
 def toml_table(values: Mapping[str, Any]) -> str:
-    """The lines of a table; JSON's strings, numbers and lists are valid TOML."""
+    """Return the lines of a table; JSON's strings, numbers and lists are valid TOML."""
     return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
 
 
@@ -228,7 +228,7 @@ def _inner(annotation: Any) -> type[BaseModel] | None:
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """The line, from 1, of every table, key and array element in ``text``, which must be valid TOML.
+    """Return the line, from 1, of every table, key and array element in ``text``, which must be valid TOML.
 
     ("device", 1) is where the second [[device]] begins, ("device", 1, "name") where its name is set.
     tomllib does not report lines, so this parses ever longer prefixes, closing arrays that they cut.
@@ -258,6 +258,6 @@ def _paths(value: Any, key_path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def nearest_line(lines: Mapping[KeyPath, int], key_path: Sequence[str | int]) -> int | None:
-    """The line of ``key_path`` or of its innermost table that has one; None for the whole file."""
+    """Return the line of ``key_path`` or of its innermost table that has one; None for the whole file."""
     path = tuple(key_path)
     return next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None)

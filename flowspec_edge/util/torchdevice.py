@@ -1,6 +1,6 @@
-"""Torch devices: their selection for ``--device``, how much memory is available, and one-line errors where
-it does not suffice.
+"""Torch devices: their selection for ``--device``, and their available memory.
 
+Where memory does not suffice, there is a one-line error.
 On Jetson the GPU shares the system's memory and no allocation fails: Linux overcommits and then kills a
 process. So an allocation is compared with the available memory first.
 """
@@ -39,7 +39,7 @@ def _shares_memory(device: torch.device) -> bool:
 
 
 def _why_on_a_jetson(meminfo: Path) -> str:
-    """What is free beside what is available, and why CUDA may get neither; "" where it has its own memory."""
+    """Return what is free beside what is available, and why CUDA may get neither; "" where it has its own memory."""
     if not (torch.cuda.is_available() and _shares_memory(torch.device("cuda"))):
         return ""
     sizes = procfs.sizes(meminfo)
@@ -69,7 +69,7 @@ def memory_errors(device: str) -> Iterator[None]:
 @contextmanager
 def allocation(purpose: str, nbytes: int, advice: str, available: int | None = None, meminfo: Path = _MEMINFO
                ) -> Iterator[None]:
-    """FlowspecError, with ``advice``, if an allocation of ``nbytes`` (0: unknown) does not fit or fails.
+    """Raise FlowspecError, with ``advice``, if an allocation of ``nbytes`` (0: unknown) does not fit or fails.
 
     ``available`` comes from ``available_bytes``; None skips the check in advance.
     """
@@ -105,7 +105,7 @@ class TorchGpu:
 
 
 def gpus() -> list[TorchGpu]:
-    """The GPUs that this PyTorch sees, cuda:0 first; empty on a CPU build."""
+    """Return the GPUs that this PyTorch sees, cuda:0 first; empty on a CPU build."""
     if not torch.cuda.is_available():
         return []
     return [_gpu(index) for index in range(torch.cuda.device_count())]
@@ -141,7 +141,7 @@ def runs_on(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
 
 def pick(requested: str, devices: Sequence[TorchGpu], built_for: Sequence[str], needed: int,
          model_text: str = "the model") -> tuple[str, str]:
-    """The torch device for ``requested`` ("auto", "cpu", "cuda" or "cuda:N"), and why a GPU is not used ("").
+    """Return the torch device for ``requested`` ("auto", "cpu", "cuda" or "cuda:N"), and why a GPU is not used ("").
 
     ``needed`` is in bytes.  UsageError for a requested GPU that does not exist or cannot run ``model_text``.
     """
@@ -179,8 +179,10 @@ def require(name: str) -> torch.device:
 
 
 def make_current(device: torch.device | str) -> None:
-    """Make this GPU the calling thread's current one. Pinned memory and events name no GPU, and would otherwise open a
-    context on cuda:0 too."""
+    """Make this GPU the calling thread's current one.
+
+    Pinned memory and events name no GPU, and would otherwise open a context on cuda:0 too.
+    """
     if (torch_device := torch.device(device)).type == "cuda" and torch_device.index is not None:
         torch.cuda.set_device(torch_device)
 

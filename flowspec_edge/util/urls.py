@@ -15,7 +15,7 @@ def place_of(host: str, port: int | str) -> str:
 
 
 def http_url(host: str, port: int) -> str:
-    """The URL at which this machine reaches a server that listens on ``host``."""
+    """Return the URL at which this machine reaches a server that listens on ``host``."""
     return f"http://{place_of(_ALL.get(host, host), port)}"
 
 

@@ -59,7 +59,7 @@ class TensorInfo:
 
 
 class WeightFile(ABC):
-    """tensors  by name, in the order of the file"""
+    """A file of weights; ``tensors``: by name, in the order of the file."""
 
     path: Path
     tensors: dict[str, TensorInfo]
@@ -69,19 +69,22 @@ class WeightFile(ABC):
         self.tensors = {names.get(name, name): info for name, info in self.tensors.items()}
 
     def info(self, name: str) -> TensorInfo:
-        """FlowspecError if there is no such tensor."""
+        """Return a tensor's dtype and shape; FlowspecError if there is no such tensor."""
         if name not in self.tensors:
             raise FlowspecError(f"{self.path} does not hold tensor {name}: copy the model again")
         return self.tensors[name]
 
     @abstractmethod
     def read(self, name: str, lo: int = 0, hi: int | None = None, buffer: Tensor | None = None) -> Tensor:
-        """Rows [lo, hi) of a tensor on the CPU as stored, by default all; in ``buffer``, uint8, if that is
-        given and the file has to be copied."""
+        """Rows [lo, hi) of a tensor on the CPU as stored, by default all.
+
+        In ``buffer``, uint8, if that is given and the file has to be copied.
+        """
 
     def pieces(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
-        """A whole tensor by ``rows`` (0: at most ``PIECE`` bytes, or one row) at a time: (first row, rows). A
-        piece is valid until the next one. A tensor without dimensions is one piece.
+        """Yield a whole tensor by ``rows`` (0: at most ``PIECE`` bytes, or one row) at a time: (first row, rows).
+
+        A piece is valid until the next one. A tensor without dimensions is one piece.
 
         ``buffer``: uint8, for pieces that fit; one of every tensor's own, freed between tensors that stay,
         leaves holes in memory.
@@ -98,7 +101,7 @@ class SafetensorsFile(WeightFile):
     """Reads past the page cache."""
 
     def __init__(self, path: Path, hashed: bool = False) -> None:
-        """``hashed`` as for UncachedFile. FlowspecError if the header does not describe the whole file."""
+        """Open a file; FlowspecError if the header does not describe all of it; ``hashed`` as for UncachedFile."""
         self.path = path
         self.file = UncachedFile(path, hashed)
         self._starts: dict[str, int] = {}
@@ -124,7 +127,7 @@ class SafetensorsFile(WeightFile):
         self._starts = {names.get(name, name): start for name, start in self._starts.items()}
 
     def start(self, name: str) -> int:
-        """The tensor's first byte."""
+        """Return the tensor's first byte."""
         return self._starts[name]
 
     def view(self, name: str, source: str, at: int, shape: Sequence[int]) -> None:
@@ -166,9 +169,10 @@ def is_written_otherwise(name: str) -> bool:
 
 
 def use_own_names(file: WeightFile) -> None:
-    """Name a file's tensors as a decoder's are here: without the place of a language model in a multimodal
-    checkpoint, and matrices of their own instead of a layer's stacked experts, [experts, 2 inner, width] for
-    gate and up, [experts, width, inner] for down.
+    """Name a file's tensors as a decoder's are here.
+
+    Names lose the place of a language model in a multimodal checkpoint. A layer's stacked experts, [experts, 2 inner,
+    width] for gate and up, [experts, width, inner] for down, become matrices of their own.
 
     Sources: transformers' conversions of ``qwen3_5_text`` and ``qwen2_moe``; the names in Qwen3.5-35B-A3B.
     """
@@ -206,7 +210,9 @@ class EmbeddingTable(nn.Module):
     def __init__(self, file: SafetensorsFile, name: str, dtype: torch.dtype,
                  device: torch.device | str = "cpu") -> None:
         """Tensor ``name`` [V, H], which is read once; rows are returned in ``dtype`` on ``device``.
-        FlowspecError if ``file`` does not hold it, or values that are not finite in ``dtype``."""
+
+        FlowspecError if ``file`` does not hold it, or values that are not finite in ``dtype``.
+        """
         super().__init__()
         self._file, self._path, info = file.file, file.path, file.info(name)
         self.register_buffer("_like", torch.empty(0, dtype=dtype, device=device), persistent=False)
@@ -220,8 +226,10 @@ class EmbeddingTable(nn.Module):
             check_finite(rows, dtype, f"{file.path}: tensor {name}")
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Rows [..., H] of ``tokens`` [...], int64, which are waited for on a GPU. FlowspecError if the file
-        has changed since it was opened, or cannot be read."""
+        """Rows [..., H] of ``tokens`` [...], int64, which are waited for on a GPU.
+
+        FlowspecError if the file has changed since it was opened, or cannot be read.
+        """
         if self._now() != self._state:
             raise FlowspecError(f"{self._path} has changed while its embeddings were in use: restart with "
                                 "the whole file, and replace files by renaming new ones")
@@ -254,12 +262,12 @@ Embedding = nn.Embedding | EmbeddingTable
 
 
 def as_embedding(embedding: Tensor | Embedding) -> Embedding:
-    """A tensor [V, H] as a module."""
+    """Return a tensor [V, H] as a module."""
     return nn.Embedding.from_pretrained(embedding) if isinstance(embedding, Tensor) else embedding
 
 
 def random_embedding(rows: int, width: int) -> nn.Embedding:
-    """A module with random rows, which takes no memory on the meta device.
+    """Return a module with random rows, which takes no memory on the meta device.
 
     Where ``nn.Embedding`` draws them itself, it imports torch._dynamo on that device: a second.
     """

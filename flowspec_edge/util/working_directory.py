@@ -19,8 +19,11 @@ _MACHINERY = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
 
 
 class _WorkingDirectory:
-    """The last finder of ``sys.meta_path``. In ``directory`` it looks for ``top``, the package or module that the user
-    named, and for what modules from there import."""
+    """The last finder of ``sys.meta_path``.
+
+    In ``directory`` it looks for ``top``, the package or module that the user named, and for what modules from
+    there import.
+    """
 
     def __init__(self, directory: Path, top: str) -> None:
         self._directory, self._modules = directory, {top}
@@ -36,7 +39,7 @@ class _WorkingDirectory:
 
 
 def _importer() -> str:
-    """The top package of the module whose import statement asks this finder."""
+    """Return the top package of the module whose import statement asks this finder."""
     frame = sys._getframe(2)
     while frame.f_back and _top(frame.f_globals) in _MACHINERY:
         frame = frame.f_back

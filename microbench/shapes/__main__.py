@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measured(args: argparse.Namespace, device: str) -> dict[str, Any]:
-    """The requested figures; each table is printed when it is complete."""
+    """Measure the requested figures; each table is printed when it is complete."""
     dtype = args.dtype or ("bf16" if device == "cpu" else "fp16")
     console = Console(highlight=False)
     rate = copy_rate(device)

@@ -35,7 +35,11 @@ _TURNS = 60
 
 @dataclass(frozen=True)
 class PartTime:
-    """``ms``: median; ``launches``: operations that would launch a kernel on a GPU, 0 if not counted."""
+    """The time of a part of a pass.
+
+    ms        median
+    launches  operations that would launch a kernel on a GPU, 0 if not counted
+    """
 
     part: str
     ms: float
@@ -93,7 +97,7 @@ def part_times(name: str, dtype: str, device: str) -> Iterator[PartTime]:
 
 def _packed_head(shape: Shape, bits: HeadBits, dtype: torch.dtype, device: torch.device
                  ) -> Callable[[Tensor], Tensor]:
-    """With packed weights that nothing was quantised to: only the time counts."""
+    """Return an output head with packed weights that nothing was quantised to: only the time counts."""
     scheme = head_scheme(bits)
     assert scheme
     head = scheme.linear(shape.vocab_size, shape.hidden_size, False, dtype, device)

@@ -23,7 +23,7 @@ WHOLE = frozenset({torch.ops.aten.scaled_dot_product_attention.default, torch.op
 
 
 class Launches(TorchDispatchMode):
-    """``counted``: operations that launch a kernel, by name."""
+    """The launches of a pass; ``counted``: operations that launch a kernel, by name."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

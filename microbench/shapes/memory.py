@@ -58,7 +58,7 @@ _TEXT = 64  # rows that the draft cache takes at a time
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes.
+    """The memory of a process, planned and measured, in bytes.
 
     planned       weights and caches that the plan counts, without the process
     tensor_bytes  of all tensors, weights and caches
@@ -85,9 +85,11 @@ class RandomBits(GroupedScheme):
 
 def footprint(model: str, parts: Sequence[str], directory: Path, boards: int = 1, context: int = 4096,
               kv_cache: CacheBits = "16bit", layers: int | None = None) -> Footprint:
-    """Of ``parts`` of a catalogue model, all in one process; ``layers``: of a shallower model, if given.
+    """Measure the memory of ``parts`` of a catalogue model, all in one process.
 
-    Writes the parts below ``directory``, an empty one.
+    layers  of a shallower model, if given
+
+    The parts are written below ``directory``, an empty one.
     """
     source = directory / model
     _write_source(model, source, layers)
@@ -101,7 +103,7 @@ def footprint(model: str, parts: Sequence[str], directory: Path, boards: int = 1
 
 
 def _write_source(model: str, source: Path, layers: int | None) -> None:
-    """A checkpoint's directory without weights, its name that of the catalogue."""
+    """Write a checkpoint's directory without weights, its name that of the catalogue."""
     config = dict(known_models()[model].config)
     config["num_hidden_layers"] = layers or config["num_hidden_layers"]
     source.mkdir()
@@ -120,7 +122,7 @@ def _in_page_cache(directory: Path) -> int:
 
 
 def _write_parts(source: Path, out: Path, parts: Sequence[str], stages: int, kv_cache: CacheBits) -> None:
-    """A sharded model of which only ``parts`` exist, as on a board."""
+    """Write a sharded model of which only ``parts`` exist, as on a board."""
     heads = []
     if DRAFT in parts:
         heads.append(source.with_name("head"))
@@ -144,7 +146,7 @@ def _write_parts(source: Path, out: Path, parts: Sequence[str], stages: int, kv_
 
 
 def _write_head(source: Path, directory: Path) -> None:
-    """The draft head that the plan assumes, in 16 bits."""
+    """Write the draft head that the plan assumes, in 16 bits."""
     kind = DRAFT_KINDS[next(iter(known_models()[source.name].heads), "eagle2")]
     head = assumed_head(OpenModel(source).decoder, kind)
     if not isinstance(head, EagleHead | Eagle3Head):
@@ -161,7 +163,7 @@ def _write_head(source: Path, directory: Path) -> None:
 
 
 def _load(out: Path, parts: Sequence[str], rows: int) -> tuple[int, int, int, int]:
-    """``tensor_bytes``, ``anonymous``, ``free`` and ``peak`` of a Footprint."""
+    """Load the parts, and return ``tensor_bytes``, ``anonymous``, ``free`` and ``peak`` of a Footprint."""
     warm_up("int4")
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
@@ -197,7 +199,7 @@ def _tensor_bytes() -> int:
 
 
 def _full_draft_cache(head: Path, dtype: str, rows: int) -> TreeCache:
-    """With ``rows`` of text, as the drafter of the head in ``head`` would have."""
+    """Return a cache with ``rows`` of text, as the drafter of the head in ``head`` would have."""
     config = head_config(HeadFiles(head))
     shape = CacheShape.from_config(config, 1, torch.empty(0, dtype=parse_dtype(dtype), device="cpu"))
     cache = TreeCache(shape)

@@ -49,7 +49,7 @@ SHAPES = {
 
 
 def compute_dtype(dtype: str) -> torch.dtype:
-    """The type of activations and of unquantised weights, for weights in ``dtype``."""
+    """Return the type of activations and of unquantised weights, for weights in ``dtype``."""
     return torch.bfloat16 if dtype == "int4" else DTYPES[dtype]
 
 
@@ -68,7 +68,7 @@ def random_stage(shape: Shape, layers: int, dtype: str, device: str) -> Shard:
 
 
 def random_head(shape: Shape, dtype: torch.dtype, device: str) -> EagleHead:
-    """An EAGLE-2 head for a model of this shape, with a vocabulary of 16 to save memory."""
+    """Return an EAGLE-2 head for a model of this shape, with a vocabulary of 16 to save memory."""
     config = eagle_config({
         "vocab_size": 16, "hidden_size": shape.hidden_size, "num_hidden_layers": 1, "head_dim": shape.head_dim,
         "intermediate_size": shape.intermediate_size, "num_attention_heads": shape.num_attention_heads,

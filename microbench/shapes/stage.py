@@ -55,7 +55,7 @@ def segment_times(name: str, dtype: str, device: str, layers: int, rows: Sequenc
 
 
 def _segments(engine: StageEngine, rows: int, context: int) -> Callable[[], object]:
-    """A function that computes another chain of ``rows`` rows; earlier segments are dropped."""
+    """Return a function that computes another chain of ``rows`` rows; earlier segments are dropped."""
     shard, runs = shard_of(engine), 0
     engine.open(Open(session=0, epoch=0, capacity=context + rows))
     cache = engine.cache_of(0)

@@ -13,7 +13,7 @@ _ENOUGH_S = 1.0
 
 
 def median_seconds(work: Callable[[], object], device: str = "cpu") -> float:
-    """The median over 3 to 30 runs of ``work`` after a warm-up, as many as fit in a second."""
+    """Return the median over 3 to 30 runs of ``work`` after a warm-up, as many as fit in a second."""
     seconds_of(work, device)
     seconds: list[float] = []
     while len(seconds) < _LEAST or (len(seconds) < _MOST and sum(seconds) < _ENOUGH_S):
@@ -22,7 +22,7 @@ def median_seconds(work: Callable[[], object], device: str = "cpu") -> float:
 
 
 def copy_rate(device: str) -> float:
-    """Bytes read and written a second by a large copy."""
+    """Measure the bytes that a large copy reads and writes a second."""
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * _COPY_BYTES / median_seconds(lambda: target.copy_(source), device)

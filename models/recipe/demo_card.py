@@ -16,7 +16,7 @@ _PARTS = ("target", "eagle2", "draft-lm")
 
 
 def write_card(out: Path, recipe: DemoRecipe, corpus: TokenizedCorpus, figures: dict[str, Any]) -> None:
-    """``card.toml`` comes last and marks the model as complete."""
+    """Write the card of a model; ``card.toml`` comes last and marks the model as complete."""
     sizes = {part: _size(out / part) for part in _PARTS}
     (out / "README.md").write_text(_readme(recipe, corpus, figures, sizes), encoding="utf-8")
     (out / "card.toml").write_text(_toml(recipe, corpus, figures, sizes), encoding="utf-8")

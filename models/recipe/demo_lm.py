@@ -52,7 +52,7 @@ class LMRecipe:
 
 
 def tokenized_corpus(work: Path, vocab_size: int, seed: int, limit: int | None = None) -> TokenizedCorpus:
-    """The training text, in the tokens of a tokenizer that is trained on a third of it."""
+    """Return the training text, in the tokens of a tokenizer that is trained on a third of it."""
 
     def trained(texts: list[str]) -> tuple[Tokenizer, int]:
         tokenizer = train_tokenizer(texts, vocab_size)
@@ -62,7 +62,7 @@ def tokenized_corpus(work: Path, vocab_size: int, seed: int, limit: int | None =
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer, which encodes any byte string."""
+    """Train a byte-level BPE tokenizer, which encodes any byte string."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -73,7 +73,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def llama_config(recipe: LMRecipe, vocab_size: int) -> LlamaConfig:
-    """Token 0 ends a text."""
+    """Return the configuration of a Llama, whose token 0 ends a text."""
     return LlamaConfig(
         vocab_size=vocab_size, hidden_size=recipe.width, intermediate_size=recipe.intermediate,
         num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads,
@@ -120,10 +120,11 @@ def train_lm(name: str, recipe: LMRecipe, corpus: TokenizedCorpus, work: Path, s
 @torch.no_grad()
 def bits_per_byte(model: LlamaForCausalLM, corpus: TokenizedCorpus, limit: int | None = None,
                   context: int = 1024) -> float:
-    """Held-out cost: sum of -log2 p over all tokens / UTF-8 bytes, end-of-text marks included.
+    """Measure the held-out cost: sum of -log2 p over all tokens / UTF-8 bytes, end-of-text marks included.
 
-    Each token sees ``context / 2`` to ``context`` tokens before it, except at the start.  ``limit``: measure
-    about that many tokens, in evenly spread pieces of ``context / 2``; faster, and a little too high.
+    Each token sees ``context / 2`` to ``context`` tokens before it, except at the start.
+
+    limit  measure about that many tokens, in evenly spread pieces of ``context / 2``; faster, and a little too high
     """
     ids = torch.from_numpy(np.asarray(corpus.held_out).astype(np.int64))
     half = context // 2
@@ -147,7 +148,7 @@ def bits_per_byte(model: LlamaForCausalLM, corpus: TokenizedCorpus, limit: int |
 
 
 def save_lm(model: LlamaForCausalLM, corpus: TokenizedCorpus, out: Path) -> None:
-    """Writes float16 safetensors and the tokenizer in transformers' layout, as versions 4.46 to 5 read it."""
+    """Write float16 safetensors and the tokenizer in transformers' layout, as versions 4.46 to 5 read it."""
     copy.deepcopy(model).eval().to("cpu", torch.float16).save_pretrained(out)
     _write_index(out / "model.safetensors")
     tokenizer = PreTrainedTokenizerFast(
@@ -174,6 +175,6 @@ def _write_index(weights: Path) -> None:
 
 
 def load_lm(path: Path) -> LlamaForCausalLM:
-    """In float32 and frozen."""
+    """Load a model in float32 and frozen."""
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
     return model.eval().requires_grad_(False)

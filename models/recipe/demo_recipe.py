@@ -15,7 +15,7 @@ from flowspec_edge.lab.training.python_source import QUICK_CHARACTERS
 
 @dataclass(frozen=True)
 class DemoRecipe:
-    """``corpus_limit``: characters of training text; None: all."""
+    """The recipe of the whole demonstration model; ``corpus_limit``: characters of training text; None: all."""
 
     name: str
     vocabulary: int

@@ -41,7 +41,7 @@ _MICRO_TEXTS = 8
 
 @dataclass(frozen=True)
 class UnlikelihoodRecipe:
-    """Schedule; lengths and batches in tokens.
+    """The schedule of the further training; lengths and batches in tokens.
 
     texts   continuations a step
     weight  of their loss
@@ -81,7 +81,7 @@ def looping(ids: Tensor, prompt: int = 0, eos: int = 0) -> Tensor:
 
 
 def unlikelihood(model: LlamaForCausalLM, ids: Tensor, marked: Tensor) -> Tensor:
-    """Sum of -log(1 - p) over the ``marked`` tokens, bool [B, n], of ``ids`` [B, n]."""
+    """Return the sum of -log(1 - p) over the ``marked`` tokens, bool [B, n], of ``ids`` [B, n]."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     targets = marked[:, 1:]
     logits = model.lm_head(hidden[targets]).float()

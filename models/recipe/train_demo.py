@@ -36,7 +36,7 @@ _SAMPLE_PROMPT = "def read_lines(path"
 
 
 def train_demo(out: Path, work: Path | None = None, quick: bool = False) -> None:
-    """Train the parts that ``out`` lacks; UsageError if ``work`` or ``out`` belongs to another recipe."""
+    """Train the parts that ``out`` lacks; raise UsageError if ``work`` or ``out`` belongs to another recipe."""
     recipe = QUICK if quick else DEMO
     console = Console(soft_wrap=True)
     logging.disable_progress_bar()  # transformers' own, of files that are written at once

@@ -49,7 +49,7 @@ _SAMPLE = 40_000  # held-out tokens that are measured
 
 @dataclass(frozen=True)
 class SparseRecipe:
-    """Lengths and batches in tokens.
+    """The shape and schedule of the sparse model; lengths and batches in tokens.
 
     shared   a layer's most active neurons, copied into every expert
     inner    neurons of an expert; what is left after its own and the shared ones are copies to train
@@ -99,7 +99,7 @@ class Mixture(nn.Module):
 
 @torch.no_grad()
 def upcycle(dense: LlamaForCausalLM, rows: Tensor, recipe: SparseRecipe) -> LlamaForCausalLM:
-    """``dense`` with a :class:`Mixture` in place of each MLP, cut by what ``rows`` [B, n] activate."""
+    """Return ``dense`` with a :class:`Mixture` in place of each MLP, cut by what ``rows`` [B, n] activate."""
     model = LlamaForCausalLM(dense.config)
     model.load_state_dict(dense.state_dict())
     inputs: list[Tensor] = []
@@ -140,7 +140,7 @@ def _cut(mlp: Any, x: Tensor, recipe: SparseRecipe) -> Mixture:
 
 
 def _balanced_groups(features: Tensor, groups: int, rounds: int = 12) -> Tensor:
-    """k-means of ``features`` [m, n] by direction into groups of (almost) equal size: int64 [m]."""
+    """Cluster ``features`` [m, n] by direction into groups of (almost) equal size, with k-means: int64 [m]."""
     unit = F.normalize(features - features.mean(1, keepdim=True), dim=1)
     generator = torch.Generator().manual_seed(0)
     centres = unit[torch.randperm(len(unit), generator=generator)[:groups]]
@@ -162,7 +162,7 @@ def _balanced_groups(features: Tensor, groups: int, rounds: int = 12) -> Tensor:
 
 
 def as_mixtral(model: LlamaForCausalLM, recipe: SparseRecipe) -> MixtralForCausalLM:
-    """The same model in transformers' class."""
+    """Return the same model in transformers' class."""
     shape = model.config.to_dict()
     shared_fields = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
                      "max_position_embeddings", "rms_norm_eps", "rope_parameters", "bos_token_id", "eos_token_id",

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from kits import ssh_boards
+from kits.process_clusters import until
 
 from flowspec_edge.boards import commands
-from flowspec_edge.boards.commands import SshRunner, Unreached, is_here, search_path, waited_for
-from flowspec_edge.boards.inventory import DeviceEntry, Inventory, load_inventory
+from flowspec_edge.boards.commands import SshRunner, Unreached, is_here, waited_for
+from flowspec_edge.boards.inventory import DeviceEntry, load_inventory
 from flowspec_edge.boards.ssh_stages import SshBoards
 from flowspec_edge.cli.common import progress
 from flowspec_edge.cli.common.progress import long_waits
@@ -82,7 +79,7 @@ def test_a_board_that_stops_in_a_command(boards: ssh_boards.Boards, tmp_path: Pa
     config = tmp_path / "config"
     config.write_text((boards.directory / "config").read_text()
                       + "ServerAliveInterval 1\nServerAliveCountMax 1\n")
-    inventory = with_config(boards.inventory, config)
+    inventory = boards.with_cluster(ssh_config=str(config))
     stops = SshRunner(inventory, inventory.device[1], PATIENCE_S, own_connection=True)
     with pytest.raises(Unreached, match=r"^board-1 \(10\.77\.0\.2\): ssh: the connection broke in sh: see"):
         stops.run(["sh", "-c", "kill -STOP $PPID; exec sleep 1000"])
@@ -106,34 +103,11 @@ def test_stages_on_a_board_that_hangs_say_so(boards: ssh_boards.Boards, monkeypa
     assert cause.startswith(f"board-1 (10.77.0.2): {BEGAN_NOTHING} 1 s: ")
 
 
-def with_config(inventory: Inventory, config: Path) -> Inventory:
-    cluster = inventory.cluster.model_copy(update={"ssh_config": str(config)})
-    return inventory.model_copy(update={"cluster": cluster})
-
-
-@contextmanager
-def sshd_at_another_port(boards: ssh_boards.Boards, port: int) -> Iterator[str]:
-    """At the place outside, which no other sshd is at; its address."""
-    address, file = boards.bed.address(boards.outside), boards.directory / "other"
-    file.write_text((boards.directory / "sshd0").read_text().replace(
-        f"ListenAddress {boards.bed.address(0)}", f"ListenAddress {address}").replace("Port 22\n",
-                                                                                     f"Port {port}\n"))
-    start = (f"mount -t tmpfs tmpfs /run && mkdir /run/sshd && cp {boards.directory}/user.pub /run && "
-             f"exec {shutil.which('sshd', path=search_path())} -D -e -f {file}")
-    with subprocess.Popen(["setpriv", "--pdeathsig", "KILL", "--", "unshare", "--mount", "--", "sh", "-c",
-                           start], stderr=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stderr is not None
-            assert "listening" in server.stderr.readline()
-            yield address
-        finally:
-            server.kill()
-
-
 def test_the_users_ssh_configuration_decides_what_the_cluster_file_leaves_out(
         boards: ssh_boards.Boards, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Port, user and key of this machine's own address, with a command and a forwarding for terminals."""
-    with sshd_at_another_port(boards, 2222) as address:
+    address = boards.bed.address(boards.outside)
+    with boards.sshd(boards.outside, 2222):
         known, public = tmp_path / "known", (boards.directory / "host.pub").read_text()
         known.write_text(f"[{address}]:2222 {public}{boards.bed.address(1)} {public}")
         config = tmp_path / "config"
@@ -142,7 +116,7 @@ def test_the_users_ssh_configuration_decides_what_the_cluster_file_leaves_out(
             f" UserKnownHostsFile {known}\n ConnectTimeout 7\n RemoteCommand tmux attach\n RequestTTY yes\n"
             f" LocalForward 22 {address}:22\n ExitOnForwardFailure yes\n")
         bare = DeviceEntry(name="board", address=address, role="verify")
-        inventory = with_config(boards.inventory, config)
+        inventory = boards.with_cluster(ssh_config=str(config))
         assert not is_here(inventory, bare)
         asked = SshRunner(inventory, bare)
         assert asked.run(["sh", "-c", "echo $SSH_CONNECTION"]).split()[2:] == [address, "2222"]
@@ -159,9 +133,7 @@ def test_the_boards_that_are_waited_for(boards: ssh_boards.Boards, monkeypatch: 
     boards.inside(1, "mkfifo", "/run/fifo")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(runner(boards).run, ["cat", "/run/fifo"])
-        deadline = time.monotonic() + PATIENCE_S
-        while not waited_for():
-            assert time.monotonic() < deadline
+        until(lambda: bool(waited_for()))
         assert long_waits().startswith("waiting for board-1 (10.77.0.2), 0 s")
         (boards.root(1) / "run/fifo").write_text("done")
         assert answer.result(PATIENCE_S) == "done"

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -48,19 +47,14 @@ def test_stages_end_when_the_controller_is_killed(boards: ssh_boards.Boards, mod
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as controller:
         assert controller.stdout is not None
         assert controller.stdout.readline() == "started\n"
-        workers: list[int] = []
-        deadline = time.monotonic() + PATIENCE_S
-        while len(workers) < 2 and time.monotonic() < deadline:
-            workers = [pid for place in (1, 2) for pid in boards.running(place, WORKER)]
-        assert len(workers) == 2
+        until(lambda: all(boards.running(place, WORKER) for place in (1, 2)))
+        workers = [pid for place in (1, 2) for pid in boards.running(place, WORKER)]
         controller.send_signal(signal.SIGKILL)
     assert all(network_beds.ended(pid, PATIENCE_S) for pid in workers)
 
 
 def test_a_stage_that_cannot_start_says_why(boards: ssh_boards.Boards) -> None:
-    cluster = boards.inventory.cluster.model_copy(update={"python": "/nowhere/python"})
-    inventory = boards.inventory.model_copy(update={"cluster": cluster})
-    stages = SshBoards(inventory, "/model")
+    stages = SshBoards(boards.with_cluster(python="/nowhere/python"), "/model")
     with ExitStack() as cleanup:
         cleanup.callback(stages.disconnect)
         place = stages.connect()

@@ -95,14 +95,6 @@ def test_lists_have_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip()
 
 
-@pytest.mark.parametrize("arguments", [
-    ["generate", "x", "--tau", "1"], ["generate", "x", "--pipedec-width", "8"], ["serve", "--local"],
-    ["sweep", "bandwidth", "--mbps", "1000"], ["up"]])
-def test_a_setting_has_one_spelling(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    assert capsys.readouterr().err.lower().startswith("flowspec: error: no ")
-
-
 @pytest.mark.parametrize("command", [path for path, is_group in COMMANDS.items() if is_group])
 def test_a_group_without_a_command_prints_its_help(command: tuple[str, ...],
                                                                   capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kits.requests import prompt
 
 from flowspec_edge.d0.jobs import Job
 from flowspec_edge.d0.models import DraftModels
@@ -22,10 +23,6 @@ SLOT, PASS = 1.0, 0.4
 A_PASS = DraftPass(DraftRequest(0, (DraftNode(0, -1, 1, 1),), 4))  # whose duration alone matters
 NOTHING = Payload("float32", np.empty((0, 64), np.float32))
 AN_OUTPUT = Verify(Output(1, 0, 0, np.empty(0, np.int32), NOTHING))
-
-
-def prompt(i: int, length: int = 12) -> list[int]:
-    return [int(token) for token in np.random.default_rng(i).integers(1, 97, length)]
 
 
 class D0:

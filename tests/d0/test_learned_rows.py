@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -94,16 +93,6 @@ def test_what_a_row_takes_over_a_link_counts(demo_model: Path, demo_prompts: lis
         return max(sizes.sent_rows)
 
     assert longest(slow) < longest(flat)
-
-
-@pytest.mark.slow
-def test_two_runs_that_learn_agree_to_the_last_digit(tiny_model: Path) -> None:
-    def run() -> list[str]:
-        cluster = VirtualCluster(tiny_model, 3, load_profile("paper-7b"), learn=True)
-        return [json.dumps(cluster.generate(Request([i, 2, 3], "flowspec_plus", 24)).as_json(""))
-                for i in (1, 2)]
-
-    assert run() == run()
 
 
 def test_what_is_learned_is_what_every_stage_told(tiny_model: Path) -> None:
@@ -213,14 +202,10 @@ def cluster(model: Path, watch: Watch) -> Iterator[ProcessCluster]:
         yield made
 
 
-def test_the_warm_up_has_shown_what_links_take(cluster: ProcessCluster, watch: Watch) -> None:
-    assert watch.link_row_s >= 0
-    assert watch.curve() == pytest.approx(watch.expected())
-
-
 def test_a_request_goes_by_what_the_stages_of_this_cluster_told(model: Path, cluster: ProcessCluster,
                                                                 watch: Watch) -> None:
     watch.timed = True
+    assert watch.link_row_s >= 0  # what the warm-up has shown
     for prompt in (PROMPT, PROMPT[:9]):
         result = cluster.generate(Request(prompt, "flowspec_plus", 16))
         assert result.tokens == PlainDecoder(model).generate(prompt, 16, Sampling())[0]

@@ -9,7 +9,7 @@ from kits.hypothesis_examples import examples
 
 from flowspec_edge.d0.capacity import cache_rows, session_rows, tentative_rows
 from flowspec_edge.d0.lm_head import LmHead
-from flowspec_edge.d0.prefix_cache import MIN_ROWS, CachedPrefix, PrefixCache
+from flowspec_edge.d0.prefix_cache import MIN_ROWS, PrefixCache
 from flowspec_edge.d0.request import Request
 from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.stage.layers.kinds import KeysValues
@@ -106,11 +106,9 @@ def test_of_equals_the_one_left_last() -> None:
         pool.begin(session, 30)
     for session in (2, 1):
         pool.retain(ended(session, [1] * 30))
-    seen: list[CachedPrefix] = []
-    reuse = pool.find([1] * 25, lambda prefix: not seen.append(prefix))
+    reuse = pool.find([1] * 25, lambda _: True)
     assert reuse is not None
     assert (reuse.prefix.session, reuse.rows) == (1, 24)
-    assert [prefix.session for prefix in seen] == [2, 1]
 
 
 def test_a_budget_counts_what_sessions_take() -> None:

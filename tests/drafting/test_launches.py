@@ -67,6 +67,8 @@ def a_pass(drafters: Sequence[TreeDrafter], rms: bool) -> Log:
         else:
             found = TreeDrafter.expand_together(taking_part)
     assert all(np.isfinite(output.scores).all() for output in found)
+    # Of the children come down their tokens and scores, and no logits.
+    assert [event.nbytes for event in log.of("download, waits")] == [len(drafters) * NODES * NODES * 8]
     return log
 
 
@@ -141,6 +143,7 @@ def test_spds_mask_is_made_once() -> None:
     with counting() as log:
         drafter.expand(DraftRequest(0, (DraftNode(0, -1, 1, 4),), 3))
     assert log.launches["masked_fill_"] == 1
+    assert [event.nbytes for event in log.of("download, waits")] == [3 * 8]
     assert not {name for name in log.launches if "pad" in name or "where" in name}
 
 
@@ -164,6 +167,7 @@ def test_what_requests_ask_of_d0_has_run_before() -> None:
         head.likelihoods(states, [1] * 5, 2)
     assert log.launches.keys() <= warm.launches.keys()
     assert not log.of("upload, pageable", "upload, waits")
+    assert max(event.nbytes for event in log.events if event.kind.startswith("download")) <= 5 * 42 * 4  # no logits
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 40])

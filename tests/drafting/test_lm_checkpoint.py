@@ -10,11 +10,10 @@ import pytest
 import torch
 from kits.stages import RECURRENT
 from kits.tiny_models import tiny_model, tiny_tokenizer
-from kits.torch_devices import needs_cuda
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from flowspec_edge.drafting.lm import LMDrafter, load_lm
-from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.errors import FlowspecError
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 
@@ -125,21 +124,3 @@ def test_a_real_difference_is_refused_with_both_numbers(tmp_path: Path) -> None:
     assert "token 98 is 'something' here and" in error(other, small)
     assert "it cannot be told whether they do" in error(None, small)
     assert "it cannot be told whether they do" in error(small, None)
-
-
-def test_a_model_that_is_not_there_or_not_whole_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no draft model at .*none: config.json is missing"):
-        load_lm(tmp_path / "none", tmp_path, V, torch.float32, CPU)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
-    write(tmp_path)
-    assert load_lm(tmp_path, tmp_path, V, dtype, CPU)
-
-
-@needs_cuda
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
-def test_on_a_gpu(tmp_path: Path, family: str) -> None:
-    write(tmp_path, family, **FAMILIES[family])
-    assert load_lm(tmp_path, tmp_path, V, torch.float32, torch.device("cuda"))

@@ -14,7 +14,6 @@ from kits.language_models import lm_drafter
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowspec_edge.drafting.ngram import MergedDrafter, NgramDrafter, merge
-from flowspec_edge.messages import Payload, Tap
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
 
@@ -78,36 +77,3 @@ def test_below_a_looked_up_node_the_model_drafts_on(sampling: Sampling, tmp_path
         assert np.isfinite(got.scores).all()  # a model knows as many children as are asked for
         looked_up += int(np.isfinite(found.scores).sum())
     assert looked_up == 3  # 4 after the root, 5 below it, 6 below that; nothing after 30 and 31
-
-
-def test_features_and_taps_reach_the_draft_model() -> None:
-    class Recorder:
-        taps = (2, 5)
-
-        def __init__(self) -> None:
-            self.seen: list[object] = []
-
-        def reset(self, *given: object) -> None:
-            self.seen.append(given)
-
-        def commit(self, *given: object) -> None:
-            self.seen.append(given)
-
-        def tap(self, message: Tap) -> None:
-            self.seen.append(message)
-
-        def expand(self, request: DraftRequest) -> DraftOutput:
-            return DraftOutput.empty(len(request.nodes), request.children)
-
-    recorder = Recorder()
-    drafter = MergedDrafter(recorder, NgramDrafter(2, 1))
-    features = torch.ones(2, 3)
-    tap = Tap(1, 0, 0, 2, np.array([4], np.int32), Payload("float32", np.ones((1, 3), np.float32)))
-    drafter.reset(Sampling(), "draft", 0.5)
-    drafter.commit([7], None)
-    drafter.tap(tap)
-    drafter.commit([8, 7], features, [3, 4])
-    assert drafter.taps == (2, 5)
-    assert recorder.seen == [(Sampling(), "draft", 0.5), ([7], None, ()), tap, ([8, 7], features, [3, 4])]
-    got = drafter.expand(DraftRequest(0, (DraftNode(0, -1, 7, 2),), 2))
-    assert got.tokens[0].tolist()[0] == 8

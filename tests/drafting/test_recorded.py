@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from kits.cases import DISTINCT
-from kits.graph_recorder import Recording, record
+from kits.graph_recorder import record
 from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
 from kits.torch_devices import needs_cuda
 from strictdevice import allocations, counting
@@ -141,22 +141,6 @@ def test_requests_together(clusters: list[VirtualCluster], monkeypatch: pytest.M
     plain, recorded = (cluster.generate_many(given) for cluster in clusters)
     assert [result.tokens for result in recorded] == [result.tokens for result in plain]
     assert max(rows) > 16
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_pass_knows_no_place(model: Path, kind: str) -> None:
-    """Its operations are the same wherever in the text it is, on tensors of the same shapes."""
-    make, found = drafters(model, kind, "cpu", SharedMemory(768, record)), []
-    for length in (5, 200):
-        drafter: Any = make()
-        read(drafter, [1] * length, "cpu")
-        drafted(drafter, length)
-        nodes = tuple(DraftNode(500 + i, 0, i, length) for i in range(10))
-        with Recording() as operations:
-            drafter.expand(DraftRequest(0, nodes, 10))
-        found.append([(str(func), *(tuple(t.shape) for t in args if isinstance(t, torch.Tensor)))
-                      for func, args, *_ in operations.calls])
-    assert found[0] == found[1]
 
 
 @pytest.mark.strict

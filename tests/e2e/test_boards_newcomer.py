@@ -6,7 +6,6 @@ fleet (``test_first_hour.py`` and others); tests/cli/test_documented_commands.py
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -15,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from kits import documents
@@ -24,8 +22,7 @@ from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
 
 from flowspec_edge.model.catalogue import find_known_model
 
-DOCS = Path(__file__).parents[2] / "docs"
-FITS = DOCS / "reference" / "plan.md"
+FITS = documents.DOCS / "reference" / "plan.md"
 PATIENCE = 1800.0
 # The rest needs boards, root, a GPU, a network, or hours.
 RUN_HERE = re.compile(
@@ -33,26 +30,16 @@ RUN_HERE = re.compile(
     r"|deploy set model=)")
 
 
-def build_boards() -> ModuleType:
-    """docs/build_boards.py, which no package holds."""
-    spec = importlib.util.spec_from_file_location("build_boards", DOCS / "build_boards.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_table_of_boards_says_what_plan_says() -> None:
     """What fits, and the slowest stage; the predicted speeds are compared in the long tests."""
-    made = build_boards()
+    made = documents.builder("build_boards")
     assert made.without_predictions(FITS.read_text()) == made.table(predicted=False)
 
 
 @pytest.mark.soak
 def test_the_tables_speeds_are_what_plan_predicts() -> None:
     """Other processors round otherwise, and a draft may then be ranked otherwise."""
-    made = build_boards()
+    made = documents.builder("build_boards")
     [written] = made.TABLE.findall(FITS.read_text())
     figures = [[float(figure) for figure in re.findall(r"(?<=[ ])[\d.]+(?= [/|])", text)]
                for text in (written, made.table())]
@@ -91,7 +78,7 @@ def desk(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
                     known.small: source / "draft-lm"}
     with hub(repositories) as (address, _):
         yield desk, {
-            **os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(DOCS.parent),
+            **os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(documents.DOCS.parent),
             "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache"),
             "FLOWSPEC_MODELS": str(tmp_path / "models")}
 
@@ -101,8 +88,8 @@ def desk(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
 def test_every_command_that_needs_no_board_runs(read: str, desk: tuple[Path, dict[str, str]]) -> None:
     """Documents that are read one after the other: a plan is made for a board that was measured before."""
     directory, environment = desk
-    commands = [command for document in read.split()
-                for command in documents.commands((DOCS / f"{document}.md").read_text()) if RUN_HERE.match(command)]
+    texts = [(documents.DOCS / f"{document}.md").read_text() for document in read.split()]
+    commands = [command for text in texts for command in documents.commands(text) if RUN_HERE.match(command)]
     assert not any(sign in command for command in commands for sign in ("sudo", ";", "|", ">"))
     assert len(commands) >= 3
     wrong = []

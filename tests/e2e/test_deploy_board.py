@@ -12,10 +12,9 @@ from dataclasses import replace
 import pytest
 from kits import container_boards
 from kits.container_boards import Fleet
-from kits.deployment_phases import PLACES, Bench
+from kits.deployment_phases import Bench
 
 from flowspec_edge.boards import paths
-from flowspec_edge.boards.deploy.actions import BoardState
 from flowspec_edge.boards.deploy.steps.power import power_script
 from flowspec_edge.util.resources import resource_dir
 
@@ -51,29 +50,6 @@ def jetson(bench: Bench) -> Iterator[Fleet]:
     bench.fleet.shell(1, _L4T)
     yield bench.fleet
     bench.fleet.shell(1, f"{_NO_L4T} /run/clocks; rm -rf {paths.POWER_BEFORE}")
-
-
-def test_the_power_mode_goes_by_its_name(bench: Bench, jetson: Fleet) -> None:
-    def on(mode: str) -> list[BoardState]:
-        return [replace(bench.state(place), power_mode=mode) for place in PLACES]
-
-    first, second = bench.run("software", *on("MAXN_SUPER"))
-    assert (first.error, first.changes) == ("", 1)
-    assert jetson.shell(1, _POWER).split() == ["2", "highest"]
-    assert second.error == "power mode: MAXN_SUPER is wanted, and this machine has none: " \
-                           "there is no /etc/nvpmodel.conf"
-    assert bench.well("software", on("MAXN_SUPER")[0]) == [0]
-    (first,) = bench.run("software", on("MAXN")[0])
-    assert first.error == "power mode: /etc/nvpmodel.conf knows no MAXN, but 15W, MAXN_SUPER"
-    assert bench.well("down", on("MAXN_SUPER")[0]) == [1]
-    assert jetson.shell(1, _POWER).split() == ["0", "governed"]
-
-
-def test_a_mode_that_takes_a_reboot_says_so(bench: Bench, jetson: Fleet) -> None:
-    only_shows = "#!/bin/sh\n[ $1 = -q ] && exec cat /var/lib/nvpmodel\nexit 1\n"
-    jetson.shell(1, f"printf '{only_shows}' > /usr/local/bin/nvpmodel")
-    (first,) = bench.run("software", replace(bench.state(1), power_mode="MAXN_SUPER"))
-    assert first.error == "power mode: this change takes a reboot: run nvpmodel -m 2 there, and confirm it"
 
 
 def test_mode_and_clocks_last_until_they_are_put_back(running: Bench, jetson: Fleet) -> None:
@@ -121,13 +97,11 @@ chmod +x /usr/local/bin/*
 ])
 def test_a_clock_that_no_time_server_keeps_is_set(bench: Bench, off: int, ntp: str, direction: str) -> None:
     fleet = bench.fleet
-    fleet.shell(1, _DATE.format(off=off, ntp=ntp))
-    try:
+    with fleet.changed(1, _DATE.format(off=off, ntp=ntp),
+                       "rm /usr/local/bin/date /usr/local/bin/timedatectl /run/off; rm -f /run/difference"):
         (would,) = bench.run("software", bench.state(1), dry_run=True)
         (outcome,) = bench.run("software", bench.state(1))
         left = int(fleet.shell(1, "cat /run/off"))
-    finally:
-        fleet.shell(1, "rm /usr/local/bin/date /usr/local/bin/timedatectl /run/off; rm -f /run/difference")
     assert outcome.error == ""
     assert outcome.changes == would.changes == bool(direction)
     said = re.fullmatch(r"clock(?: set: it was (\d+) s (ahead|behind))?", outcome.steps[0].name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from kits import container_boards
 from kits.deployments import Cluster
@@ -11,46 +9,25 @@ from kits.deployments import Cluster
 pytestmark = [pytest.mark.fleet, container_boards.needs_fleet]
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Something wrong with board 3: how it comes about and goes, and words that tell of it."""
+# How something comes to be wrong with board 3, and how it goes; and words that tell of it.  What else may be wrong:
+# test_misfortunes.py, and tests/boards/probe.
+FAULTS = {
+    "no sudo": ("mv /etc/sudoers.d/jetson /srv", "mv /srv/jetson /etc/sudoers.d", "sudo", "cannot become root"),
+    "port taken": ("systemd-run --unit=other python3 -m http.server 7702", "systemctl stop other",
+                   "port", "7702 is taken by python3"),
+}
 
-    name: str
-    breaks: str
-    mends: str
-    says: tuple[str, ...]
 
-
-FAULTS = (
-    Fault("no ssh", "systemctl stop ssh", "systemctl start ssh", ("ssh", "nothing answers at port 22")),
-    Fault("wrong key", "mv ~jetson/.ssh/authorized_keys /srv", "mv /srv/authorized_keys ~jetson/.ssh",
-          ("ssh", "does not let this user in")),
-    Fault("no sudo", "mv /etc/sudoers.d/jetson /srv", "mv /srv/jetson /etc/sudoers.d",
-          ("sudo", "cannot become root")),
-    Fault("disk full", "mkdir /opt/flowspec; mount -t tmpfs -o size=50m tmpfs /opt/flowspec",
-          "umount /opt/flowspec; rmdir /opt/flowspec", ("disk", "are free")),
-    Fault("port taken", "systemd-run --unit=other python3 -m http.server 7702", "systemctl stop other",
-          ("port", "7702 is taken by python3")),
-    # The machine's memory cannot be taken away from one container: it is told that there is less.
-    Fault("too little memory", "sed 's/^MemAvailable:.*/MemAvailable: 99999 kB/' /proc/meminfo > /run/less; "
-          "mount --bind /run/less /proc/meminfo", "umount /proc/meminfo", ("memory", "are needed")),
-)
-
-@pytest.mark.parametrize("fault", [
-    pytest.param(fault, id=fault.name, marks=pytest.mark.core if fault.name == "no sudo" else ())
-    for fault in FAULTS])  # what each is told from is a rule with facts of its own: tests/boards/probe
-def test_what_is_wrong_is_said_before_any_board_is_touched(cluster: Cluster, fault: Fault) -> None:
-    fleet = cluster.fleet
+@pytest.mark.parametrize("name", [pytest.param("no sudo", marks=pytest.mark.core), "port taken"])
+def test_what_is_wrong_is_said_before_any_board_is_touched(cluster: Cluster, name: str) -> None:
+    fleet, (breaks, mends, check, words) = cluster.fleet, FAULTS[name]
     if cluster.deploy("status")["release"]:
         assert cluster.deploy("down", "--purge")["ok"]
-    fleet.shell(3, fault.breaks)
-    try:
+    with fleet.changed(3, breaks, mends):
         told = cluster.deploy("up")
-    finally:
-        fleet.shell(3, fault.mends)
     [problem] = told["problems"]
-    assert problem.startswith(f"board-3: {fault.says[0]}: ")
-    assert fault.says[1] in problem
+    assert problem.startswith(f"board-3: {check}: ")
+    assert words in problem
     assert told["changed"] == 0
     for board in range(fleet.boards):
         assert fleet.shell(board, "ls /opt /var/lib | grep -c flowspec || true").strip() == "0"

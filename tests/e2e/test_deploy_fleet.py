@@ -8,17 +8,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kits import board_images, container_boards
 from kits.deployments import PATIENCE, PROMPT, Cluster
+from kits.requests import continued
 
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.opened import resolve_model
-from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.rule import Sampling
 
 pytestmark = [pytest.mark.fleet, container_boards.needs_fleet]
@@ -76,20 +74,13 @@ def files(cluster: Cluster, board: int) -> set[str]:
     return set(cluster.fleet.shell(board, _FILES.replace("(", r"\(").replace(")", r"\)")).splitlines())
 
 
-@cache
-def plain(sampling: Sampling) -> list[int]:
-    """What one process with the whole model answers."""
-    demo = resolve_model("demo")
-    prompt = Tokenizer(demo).encode(PROMPT)
-    return PlainDecoder(demo.path).generate(prompt, COUNT, sampling, demo.stop_ids)[0]
-
-
 ASKED = ("--max-new-tokens", str(COUNT), "--temperature")
 
 
 def answers_as_plain_decoding_does(cluster: Cluster) -> None:
     """Sampled; the first test asks for the greedy text, too."""
-    assert cluster.tokens(*ASKED, "1", "--seed", "3") == plain(Sampling(1.0, seed=3))
+    assert cluster.tokens(*ASKED, "1", "--seed", "3") == (
+        continued(resolve_model("demo"), PROMPT, COUNT, Sampling(1.0, seed=3))[0])
 
 
 @pytest.mark.core
@@ -98,7 +89,7 @@ def test_from_nothing_to_tokens(cluster: Cluster, first: str) -> None:
     assert (status["ok"], status["ready"], status["release"]) == (True, True, first)
     assert [board["role"] for board in status["boards"]] == ["draft", *["verify"] * 4]
     assert cluster.fleet.shell(0, UNTRIED) == ""
-    assert cluster.tokens(*ASKED, "0") == plain(Sampling())
+    assert cluster.tokens(*ASKED, "0") == continued(resolve_model("demo"), PROMPT, COUNT)[0]
     answers_as_plain_decoding_does(cluster)
 
 

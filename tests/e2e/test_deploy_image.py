@@ -14,12 +14,10 @@ from pathlib import Path
 import pytest
 from kits import container_boards, docker_boards
 from kits.deployments import PROMPT, Cluster
+from kits.requests import continued
 
 from flowspec_edge.boards import paths
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.opened import resolve_model
-from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.sampling.rule import Sampling
 
 pytestmark = [pytest.mark.fleet, container_boards.needs_fleet]
 
@@ -43,8 +41,7 @@ def test_an_image_has_the_life_of_an_environment(cluster: Cluster) -> None:
     plan, told = cluster.deploy("plan"), cluster.deploy("up")
     assert told["ok"], told
     assert [board["steps"] for board in told["boards"]] == [board["steps"] for board in plan["boards"]]
-    demo = resolve_model("demo")
-    expected = PlainDecoder(demo.path).generate(Tokenizer(demo).encode(PROMPT), 16, Sampling(), demo.stop_ids)[0]
+    expected, _ = continued(resolve_model("demo"), PROMPT, 16)
     assert cluster.tokens("--max-new-tokens", "16", "--temperature", "0") == expected
 
     # Sent and loaded once; what runs is left alone, and its ports are its own.
@@ -106,12 +103,10 @@ def test_what_a_board_or_an_image_lacks_is_one_line(cluster: Cluster, tmp_path: 
     fleet = cluster.fleet
     cluster.write(runtime="image", torch_device="cuda")
     assert [problem for problem in cluster.deploy("plan")["problems"] if "nvidia" in problem]
-    fleet.shell(1, "systemctl stop docker.socket docker; mv /usr/bin/docker /srv/")
-    try:
-        cluster.write(runtime="image")
+    cluster.write(runtime="image")
+    with fleet.changed(1, "systemctl stop docker.socket docker; mv /usr/bin/docker /srv/",
+                       "mv /srv/docker /usr/bin/; systemctl start docker.socket docker"):
         [problem] = cluster.deploy("plan")["problems"]
-    finally:
-        fleet.shell(1, "mv /srv/docker /usr/bin/; systemctl start docker.socket docker")
     assert problem.startswith("board-1: docker: there is no docker; sudo apt-get install -y docker.io")
     shutil.copy(cluster.file.parent / "image.tar", tmp_path / "image.tar")
     with (tmp_path / "image.tar").open("r+b") as archive:

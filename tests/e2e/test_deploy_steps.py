@@ -52,12 +52,9 @@ def test_software_is_complete_and_installed_once(bench: Bench) -> None:
 def test_after_a_full_disk_the_next_run_completes(bench: Bench) -> None:
     fleet, venv = bench.fleet, f"{paths.VENVS}/{bench.environment.digest}"
     count = len(bench.environment.wheels)
-    fleet.shell(1, f"rm -r {venv}/.complete {venv}/lib/python*/site-packages/transformers; "
-                   f"mount -t tmpfs -o size=20m tmpfs {paths.WHEELS}")
-    try:
+    fleet.shell(1, f"rm -r {venv}/.complete {venv}/lib/python*/site-packages/transformers")
+    with fleet.changed(1, f"mount -t tmpfs -o size=20m tmpfs {paths.WHEELS}", f"umount {paths.WHEELS}"):
         first, second = bench.run("software")
-    finally:
-        fleet.shell(1, f"umount {paths.WHEELS}")
     assert first.error.startswith(f"wheels ({count} of {count}): ")
     assert "No space left on device" in first.error
     assert (second.error, second.changes) == ("", 0)
@@ -90,65 +87,11 @@ def test_a_board_ends_a_step_that_exceeds_its_limit(bench: Bench) -> None:
 
 def test_what_a_board_lacks_is_said_before_anything_runs_there(bench: Bench) -> None:
     fleet = bench.fleet
-    fleet.shell(1, f"mv /etc/sudoers.d/{container_boards.USER} /srv/")
-    try:
+    with fleet.changed(1, f"mv /etc/sudoers.d/{container_boards.USER} /srv/",
+                       f"mv /srv/{container_boards.USER} /etc/sudoers.d/"):
         first, second = bench.run("software")
-    finally:
-        fleet.shell(1, f"mv /srv/{container_boards.USER} /etc/sudoers.d/")
     assert first.error == f"connect: board-1 ({fleet.address(1)}): sudo: a password is required"
     assert (second.error, second.changes) == ("", 0)
-
-
-def test_what_runs_already_is_left_alone(running: Bench) -> None:
-    """Also where systemd has restarted it, or the board."""
-    assert [running.says(place) for place in PLACES] == ["stage 1 of first", "stage 2 of first"]
-    before = [running.pid(place) for place in PLACES]
-    assert running.well("release") == running.well("activate") == [0, 0]
-    assert [running.pid(place) for place in PLACES] == before
-    unit = paths.verify_unit(1)
-    # Then it is systemd's turn, which says nothing when it has had it.
-    running.fleet.shell(1, f"systemctl kill -s KILL {unit}; "
-                           f"until [ $(systemctl show -p MainPID --value {unit}) != {before[0]} ] && "
-                           f"systemctl is-active {unit}; do sleep 0.1; done")
-    running.fleet.reboot(2)
-    assert running.well("activate") == [0, 0]
-    running.fleet.shell(1, f"systemctl stop {unit}")
-    assert running.well("activate") == [1, 0]
-    assert running.says(1) == "stage 1 of first"
-
-
-def test_an_upgrade_restarts_what_it_concerns(running: Bench) -> None:
-    fleet, second = running.fleet, running.state(1, "second")
-    other = running.pid(2)
-    assert running.well("release", second, running.state(2)) == [1, 0]
-    assert running.says(1) == "stage 1 of first"  # which a release alone does not touch
-    (outcome, untouched) = running.run("activate", second, running.state(2))
-    assert [step.name for step in outcome.steps if step.changed] == [
-        "units", "current release", "running", "settled"]
-    assert (untouched.changes, running.pid(2)) == (0, other)
-    assert running.says(1) == "stage 1 of second"
-    links = fleet.shell(1, f"readlink {paths.CURRENT} {paths.PREVIOUS}").split()
-    assert links == [paths.release_dir("second"), paths.release_dir("first")]
-    assert running.well("activate", second) == [0]
-    # As an engine would leave it that was ended just before the restart.
-    first = paths.release_dir("first")
-    fleet.shell(1, f"cp {first}/units/* {paths.UNITS}; systemctl daemon-reload; "
-                   f"ln -sfn {first} {paths.CURRENT}")
-    (outcome,) = running.run("activate", running.state(1))
-    assert [step.name for step in outcome.steps if step.changed] == ["running"]
-    assert running.says(1) == "stage 1 of first"
-
-
-def test_a_release_that_does_not_start_says_why_in_its_own_words(running: Bench) -> None:
-    broken = running.state(1, "broken", "echo no shard for me; exit 2;")
-    assert running.well("release", broken, running.state(2, "broken")) == [1, 1]
-    first, second = running.run("activate", broken, running.state(2, "broken"))
-    assert first.error == "running: no shard for me"
-    assert second.error == ""
-    assert running.says(2) == "stage 2 of broken"
-    assert min(running.well("activate")) > 0  # back, though systemd has seen too many starts
-    assert [running.says(place) for place in PLACES] == ["stage 1 of first", "stage 2 of first"]
-    assert running.well("activate") == [0, 0]
 
 
 def test_a_board_with_another_role_forgets_the_one_before(running: Bench) -> None:
@@ -184,13 +127,3 @@ def test_a_release_that_was_touched_is_put_right(running: Bench) -> None:
     assert running.well("release") == [1, 0]
     assert running.fleet.shell(1, f"cat {place}/etc/verify.toml; ls {place}/etc").split() == ["verify.toml"]
     assert running.well("release") == [0, 0]
-
-
-def test_down_leaves_nothing_that_starts(running: Bench) -> None:
-    would = running.well("down", dry_run=True)
-    assert would == [2, 2]
-    assert running.says(1) == "stage 1 of first"
-    assert running.well("down") == would
-    assert running.well("down") == [0, 0]
-    assert running.fleet.shell(1, f"systemctl list-units --all --no-legend 'flowspec*'; "
-                                  f"find {paths.UNITS} -name '*flowspec*'") == ""

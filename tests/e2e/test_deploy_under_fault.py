@@ -1,6 +1,6 @@
-"""Faults at steps of `up` and `rollback`: a release answers, the same command completes (kits.fault_trials).
+"""Faults at steps of a deployment: a release answers, the same command completes (kits.fault_trials).
 
-Two of the trials of ``fault_matrix.py``, which `make soak-fleet` runs; and releases that do not work, whose
+A few of the trials of ``fault_matrix.py``, which `make soak-fleet` runs; and releases that do not work, whose
 control host dies before it can go back.
 """
 
@@ -40,6 +40,9 @@ def step(board: int, name: str) -> Step:
 @pytest.mark.parametrize("case", [
     Case("up", step(STAGE, "current release"), "control host killed, reboot", "after"),
     Case("rollback", step(DRAFT, "restarting"), "connection cut", "before"),
+    Case("up", step(STAGE, "units"), "power cut", "after"),
+    Case("rollback", step(STAGE, "current release"), "power cut", "after"),
+    Case("rotate", Step(STAGE, "keep", "sudo", "*services.board_key keep*"), "power cut", "before"),
 ], ids=str)
 def test_a_release_answers_and_the_command_completes(ground: Ground, case: Case) -> None:
     times = dict[str, float]()

@@ -28,12 +28,6 @@ for address in sys.argv[1:]:
 """
 
 
-def test_every_board_has_booted(fleet: Fleet) -> None:
-    states = [fleet.shell(board, "systemctl is-system-running").strip() for board in range(fleet.boards)]
-    assert states == ["running"] * 5
-    assert len({fleet.shell(board, "cat /etc/machine-id") for board in range(fleet.boards)}) == 5
-
-
 @pytest.mark.core
 def test_they_are_reached_as_boards_are(fleet: Fleet) -> None:
     for board in range(fleet.boards):
@@ -75,14 +69,6 @@ def test_a_board_that_restarts_has_its_files(fleet: Fleet) -> None:
     assert fleet.shell(2, "cat /srv/kept; rm /srv/kept") == "kept\nmore\n"
     assert int(before) < int(fleet.shell(2, booted))
     assert "kept" not in fleet.shell(1, "ls /srv")
-
-
-def test_services_are_each_board_s_own(fleet: Fleet) -> None:
-    for board in (1, 2):
-        fleet.shell(board, "systemd-run --unit=own sleep 1000")
-    fleet.shell(1, "systemctl stop own")
-    assert fleet.shell(2, "systemctl is-active own").strip() == "active"
-    fleet.shell(2, "systemctl stop own")
 
 
 def test_a_fleet_that_is_killed_leaves_nothing(tmp_path: Path) -> None:

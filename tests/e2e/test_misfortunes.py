@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kits import board_images, container_boards
+from kits import container_boards
 from kits.deployments import Cluster
 from kits.jetson_boards import Orins
 
@@ -120,11 +117,8 @@ def test_one_line_says_what_and_where_and_what_to_do(cluster: Cluster, misfortun
     if misfortune.torch_device != "cpu":
         text = cluster.file.read_text()
         cluster.file.write_text(f'{text}torch_device = "{misfortune.torch_device}"\n')  # orin-1's, the last
-    cluster.fleet.shell(UNLUCKY, misfortune.breaks)
-    try:
+    with cluster.fleet.changed(UNLUCKY, misfortune.breaks, misfortune.mends):
         found = problems(cluster)
-    finally:
-        cluster.fleet.shell(UNLUCKY, misfortune.mends)
     print(*found, sep="\n")
     assert len(found) == 1, found
     assert re.match(f"orin-1: ({misfortune.check}): ", found[0])
@@ -158,113 +152,3 @@ rm /run/said
 {gone}""")
     [fault] = said.splitlines()  # the one that was made
     assert "WatchdogSecs" in fault
-
-
-def test_a_board_that_is_off(cluster: Cluster) -> None:
-    cluster.write()
-    cluster.fleet.cut_off(UNLUCKY)
-    try:
-        found = problems(cluster)
-    finally:
-        cluster.fleet.start(UNLUCKY)
-    print(*found, sep="\n")
-    assert len(found) == 1
-    assert re.match("orin-1: ssh: .*does not answer.*; .*whether the board is up", found[0])
-
-
-def test_a_host_key_that_is_unknown(cluster: Cluster) -> None:
-    known = cluster.fleet.directory / "known_hosts"
-    text = known.read_text()
-    known.write_text("".join(line for line in text.splitlines(True)
-                             if cluster.fleet.address(UNLUCKY) not in line.partition(" ")[0].split(",")))
-    try:
-        found = problems(cluster)
-    finally:
-        known.write_text(text)
-    print(*found, sep="\n")
-    assert len(found) == 1
-    assert re.match("orin-1: ssh: its host key is unknown here.*; .*ssh-keyscan", found[0])
-
-
-def test_a_board_whose_own_name_leads_to_loopback(cluster: Cluster, tmp_path: Path) -> None:
-    """As on a control host that is a board of the cluster: Ubuntu's /etc/hosts has 127.0.1.1 for its name."""
-    fleet, hosts, file = cluster.fleet, tmp_path / "hosts", tmp_path / "cluster.toml"
-    hosts.write_text("127.0.0.1\tlocalhost\n127.0.1.1\torin-1\n")
-    cluster.write()
-    file.write_text(cluster.file.read_text().replace(f'"{fleet.address(UNLUCKY)}"', '"orin-1"'))
-    plan = [sys.executable, "-m", "flowspec_edge.cli.main", "deploy", "plan", "--cluster", str(file)]
-    done = fleet.run(["unshare", "--mount", "--", "sh", "-ec", 'mount --bind "$0" /etc/hosts; exec "$@"',
-                      str(hosts), *plan], timeout=600)
-    print(done.stdout, done.stderr)
-    assert done.returncode != 0
-    [line] = [line for line in (done.stdout + done.stderr).splitlines() if "127.0.1.1" in line]
-    assert "orin-1" in line
-    assert re.search("address", line)
-
-
-def test_a_torch_of_an_odd_version_is_none(cluster: Cluster) -> None:
-    """A build of NVIDIA's of what came after 2.6.0: all checks take it for what it is."""
-    version = "2.8.0a0+5228986c39.nv25.05"
-    cluster.write()
-    cluster.fleet.shell(UNLUCKY, f"{TORCH} version {version}")
-    try:
-        said = cluster.fleet.ssh(UNLUCKY, "python3 -c 'import torch; print(torch.__version__)'").stdout
-        found = problems(cluster)
-    finally:
-        cluster.fleet.shell(UNLUCKY, f"{TORCH} back")
-    assert said.strip() == version
-    assert found == []
-
-
-def test_the_doctor_sees_what_flashing_leaves(cluster: Cluster) -> None:
-    """A desktop, compressed swap, L4T's packages free to be upgraded: warnings, each with its command."""
-    cluster.fleet.shell(UNLUCKY, """systemctl set-default --quiet graphical.target
-systemctl enable --quiet nvzramconfig; apt-mark unhold 'nvidia-l4t-*'""")
-    cluster.fleet.reboot(UNLUCKY)
-    cluster.write()
-    try:
-        said = cluster.flowspec("doctor").stdout
-    finally:
-        cluster.fleet.shell(UNLUCKY, """systemctl set-default --quiet multi-user.target
-systemctl disable --quiet nvzramconfig; apt-mark hold 'nvidia-l4t-*'""")
-        cluster.fleet.reboot(UNLUCKY)
-    print(said)
-    own = re.sub(r"\s+", " ", said.partition("\norin-1")[2])
-    for advice in ("systemctl set-default multi-user.target", "systemctl disable nvzramconfig",
-                   "apt-mark hold 'nvidia-l4t-*'"):
-        assert advice in own
-    assert re.search("zram", own)
-
-
-def test_a_clock_that_nothing_keeps_is_set(cluster: Cluster) -> None:
-    cluster.write()
-    cluster.fleet.shell(UNLUCKY, BEHIND)
-    try:
-        told = cluster.deploy("up")
-        ahead = cluster.fleet.shell(UNLUCKY, "cat /etc/lies/clock")
-    finally:
-        cluster.fleet.shell(UNLUCKY, RIGHT)
-    assert told["ok"], told
-    assert abs(int(ahead)) < 30
-
-
-def test_a_full_card_is_found_before_an_upgrade(cluster: Cluster, tmp_path: Path) -> None:
-    """A release runs; the next one has an environment of its own, for which there is no room."""
-    cluster.write()
-    assert cluster.deploy("up")["ok"]
-    before = cluster.becomes_ready()["release"]
-    tree = tmp_path / "tree"
-    shutil.copytree(board_images.REPOSITORY, tree, ignore=shutil.ignore_patterns(
-        ".*", "tests", "docs", "__pycache__", "build", "dist"))
-    (tree / "flowspec_edge" / "newer.py").write_text("")
-    fill = "fallocate --length $(($(stat -f -c '%a * %S' /mnt) - 50000000)) /mnt/full"
-    with ExitStack() as undo:
-        # What is there, on a card of its own with some room; the release that runs keeps its files.
-        cluster.fleet.shell(UNLUCKY, "mount -t tmpfs -o size=2g tmpfs /mnt; "
-                            f"cp -a /opt/flowspec/. /mnt; {fill}; mount --bind /mnt /opt/flowspec")
-        undo.callback(cluster.fleet.shell, UNLUCKY, "umount /opt/flowspec /mnt")
-        told = cluster.deploy("up", tree=tree)
-    print(*told["problems"], sep="\n")
-    [problem] = told["problems"]
-    assert re.match("orin-1: disk: .*are free; .*room", problem)
-    assert cluster.deploy("status")["release"] == before

@@ -16,20 +16,18 @@ from urllib.parse import urlsplit
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kits.browser import DESK, PHONE, board_names, loaded, needs_browser, painted, scrolls_sideways, visit
+from kits.browser import DESK, PHONE, await_boards, loaded, needs_browser, painted, say, scrolls_sideways, visit
 from kits.http_server import LONG, placed, post
 from kits.hypothesis_examples import examples
 from kits.process_clusters import PATIENCE, until
 from kits.rail_files import board
+from kits.requests import continued
 from kits.tiny_model_dir import never_ends, tiny_model_dir
 from kits.watched_server import Watchable, Watched, watchable, watched_cluster
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from flowspec_edge.drivers.observe.power import board_meter
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.opened import OpenModel
-from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.sampling.rule import Sampling
 
 # Of every visible text: [words, contrast with the nearest background that is not transparent]
 CONTRASTS = """() => {
@@ -175,30 +173,19 @@ def tree_events(seed: int) -> list[dict[str, Any]]:
             tree | {"at": 2, "position": 10, "root": best, "nodes": later}]
 
 
-def expected_text(model: Path) -> str:
-    """What plain decoding makes of the prompt."""
-    tokenizer = Tokenizer(OpenModel(model))
-    ids = tokenizer.encode(PROMPT)
-    tokens, _ = PlainDecoder(model).generate(ids, CONTINUED, Sampling(), OpenModel(model).stop_ids)
-    return tokenizer.decode(ids + tokens)[len(tokenizer.decode(ids)):]
-
-
 def test_it_shows_the_boards_the_answer_the_tree_and_the_figures(browser: Browser, watched: Watchable,
                                                                  model: Path) -> None:
-    with visit(browser, watched.server.url) as found:
-        page = found.page
-        assert board_names(page) == ["D0", "V1", "V2"]
+    with visit(browser, watched.server.url) as page:
         expect(page.locator("#state")).to_have_attribute("data-state", "up")
         expect(page.locator("#hint")).to_be_visible()
         energy = page.locator("#joules_per_token")
         expect(energy).to_have_text("–")  # no answer yet
-        page.fill("#prompt", PROMPT)
-        page.press("#prompt", "Enter")
+        say(page, PROMPT)
         tree = page.locator("#tree")
         expect(tree).to_have_attribute("data-grown", re.compile("[1-9]"))  # counts on: an answer may be quick
         expect(page.locator("#stop")).to_be_hidden()
         assert page.locator(".asked").text_content() == PROMPT
-        assert page.locator(".answer").text_content() == expected_text(model)
+        assert page.locator(".answer").text_content() == continued(OpenModel(model), PROMPT, CONTINUED)[1]
         expect(tree).to_have_attribute("data-pruned", re.compile("[1-9]"))
         expect(page.locator("#tokens_per_second")).to_have_text(re.compile(r"\d"))
         expect(page.locator("#alt")).to_have_text(re.compile(r"\d"))
@@ -218,9 +205,8 @@ def test_it_shows_the_boards_the_answer_the_tree_and_the_figures(browser: Browse
 
 def test_it_shows_requests_side_by_side_and_what_waits(browser: Browser, cluster: Watched) -> None:
     with (watchable(cluster, at_once=2) as watched,
-          visit(browser, watched.server.url, viewport=PHONE) as found):
-        page, server = found.page, watched.server
-        board_names(page)
+          visit(browser, watched.server.url, viewport=PHONE) as page):
+        server = watched.server
         section, rows = page.locator("#requests"), page.locator("#requests tbody tr")
         expect(section).to_be_hidden()
         for number, priority in enumerate((0, -1, 2)):
@@ -247,9 +233,7 @@ def test_it_shows_requests_side_by_side_and_what_waits(browser: Browser, cluster
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_keyboard_and_contrast_in_both_colour_schemes(
         browser: Browser, watched: Watchable, scheme: str) -> None:
-    with visit(browser, watched.server.url, color_scheme=scheme) as found:
-        page = found.page
-        board_names(page)
+    with visit(browser, watched.server.url, color_scheme=scheme) as page:
         contrasts = page.evaluate(CONTRASTS)
         assert len(contrasts) > 30
         assert {words: ratio for words, ratio in contrasts if ratio < 4.5} == {}  # WCAG 2, level AA
@@ -264,25 +248,8 @@ def test_keyboard_and_contrast_in_both_colour_schemes(
         assert page.locator(unnamed).count() == 0
 
 
-def test_stop_ends_the_answer_and_leaves_the_text(browser: Browser, watched: Watchable) -> None:
-    with visit(browser, watched.server.url) as found:
-        page = found.page
-        board_names(page)
-        page.fill("#length", str(LONG))  # it does not end by itself before it can be stopped
-        page.fill("#prompt", PROMPT)
-        page.click("#send")
-        expect(page.locator(".answer")).to_have_text(re.compile("."))
-        page.click("#stop")
-        expect(page.locator(".note")).to_have_text("stopped")
-        expect(page.locator("#send")).to_be_visible()
-        assert page.locator(".answer").text_content()
-        until(lambda: watched.recorder.results[-1].finish_reason != "length")
-
-
 def test_a_phone_has_it_all_in_one_column(browser: Browser, watched: Watchable) -> None:
-    with visit(browser, watched.server.url, viewport=PHONE, reduced_motion="reduce") as found:
-        page = found.page
-        board_names(page)
+    with visit(browser, watched.server.url, viewport=PHONE, reduced_motion="reduce") as page:
         assert not scrolls_sideways(page)
         page.set_viewport_size({"width": 360, "height": 740})
         assert not scrolls_sideways(page)
@@ -294,17 +261,13 @@ def test_a_lost_board_is_marked_until_it_is_back(browser: Browser, model: Path, 
     copy, away = tmp_path / "model", tmp_path / "away"
     shutil.copytree(model, copy)
     with (watched_cluster(copy, rejoin_within=PATIENCE) as cluster, watchable(cluster) as watched,
-          visit(browser, watched.server.url) as found):
-        page, processes = found.page, cluster.clusters
-        board_names(page)
+          visit(browser, watched.server.url) as page):
         boards, rail = page.locator("#boards li"), page.locator("#rail")
-        page.fill("#length", str(LONG))
-        page.fill("#prompt", PROMPT)
-        page.press("#prompt", "Enter")
+        say(page, PROMPT, LONG)
         expect(page.locator(".answer")).to_have_text(re.compile("."))
         expect(rail).to_have_attribute("aria-label", re.compile("Segments are on their way"))
         (copy / "target").rename(away)
-        os.kill(processes.pids[1], signal.SIGKILL)
+        os.kill(cluster.clusters.pids[1], signal.SIGKILL)
         expect(page.locator("#state")).to_have_text(re.compile("^V2 was killed"))
         expect(boards.nth(2)).to_have_attribute("data-lost", "")
         expect(boards.nth(2)).to_contain_text("lost")
@@ -330,9 +293,7 @@ def test_a_lost_board_is_marked_until_it_is_back(browser: Browser, model: Path, 
 def test_no_tree_is_clipped(browser: Browser, watched: Watchable, size: dict[str, int], depth: int,
                             leaves: int) -> None:
     """The widest trees that the strategies gave, and a deeper one: nothing is drawn at the canvas' ends."""
-    with visit(browser, watched.server.url, viewport=size, reduced_motion="reduce") as found:
-        page = found.page
-        board_names(page)
+    with visit(browser, watched.server.url, viewport=size, reduced_motion="reduce") as page:
         ends = page.evaluate("""async ([depth, leaves]) => {
             const {growTree} = await import("/page/tree.js");
             const node = (id, parent, depth, state) =>
@@ -431,14 +392,11 @@ def test_what_is_said_in_the_place_of_the_tree(page: Page, requests: list[tuple[
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
 def test_nothing_moves_when_an_answer_begins_or_ends(browser: Browser, watched: Watchable,
                                                      size: dict[str, int]) -> None:
-    with visit(browser, watched.server.url, viewport=size) as found:
-        page = found.page
-        board_names(page)
+    with visit(browser, watched.server.url, viewport=size) as page:
         expect(page.locator("#machines li")).to_have_count(1)
         page.fill("#length", str(LONG))
         idle = page.evaluate(PLACES)
-        page.fill("#prompt", PROMPT)
-        page.press("#prompt", "Enter")
+        say(page, PROMPT)
         expect(page.locator("#tree")).to_have_attribute("data-grown", re.compile("[1-9]"))
         expect(page.locator("#guesses-of")).to_have_text(re.compile("rounds? of FlowSpec$"))
         expect(page.locator("#tokens_per_second")).to_have_text(re.compile(r"\d"))
@@ -448,6 +406,8 @@ def test_nothing_moves_when_an_answer_begins_or_ends(browser: Browser, watched: 
         expect(page.locator(".note")).to_have_text("stopped")
         expect(page.locator("#queue")).to_have_text(re.compile("^0 running"))
         after = page.evaluate(PLACES)
+        assert page.locator(".answer").text_content()
+        until(lambda: watched.recorder.results[-1].finish_reason != "length")
     assert len(idle) > 100
     for later in (busy, after):
         assert {path: (idle[path], later[path]) for path in idle.keys() & later.keys()
@@ -468,11 +428,10 @@ def test_it_asks_for_the_key_once(browser: Browser, cluster: Watched) -> None:
         expect(page.locator("#key-wrong")).to_have_text("That is not the key.")
         page.fill("#key", "secret")
         page.press("#key", "Enter")
-        assert board_names(page) == ["D0", "V1", "V2"]
+        await_boards(page)
         page.reload()
-        assert board_names(page) == ["D0", "V1", "V2"]
-        page.fill("#prompt", PROMPT)
-        page.press("#prompt", "Enter")
+        await_boards(page)
+        say(page, PROMPT)
         expect(page.locator(".answer")).to_have_text(re.compile("."))
         # Without its server the page says so; the text stays.
         watched.server.admission.close()

@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kits.browser import board_names, loaded, needs_browser, scrolls_sideways, visit
+from kits.browser import PHONE, loaded, needs_browser, say, scrolls_sideways, visit
 from kits.hypothesis_examples import examples
 from kits.process_clusters import until
+from kits.requests import continued
 from kits.tiny_model_dir import never_ends, tiny_model_dir
 from kits.watched_server import Watchable, Watched, watchable, watched_cluster
 from playwright.sync_api import Browser, Page, Request, Route, expect
 
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.opened import OpenModel
-from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.serving.dashboard.stats import RequestStats
 
@@ -99,16 +98,14 @@ class Bodies(list[dict[str, Any]]):
 
 
 def ask(page: Page, prompt: str = PROMPT) -> None:
-    page.fill("#prompt", prompt)
-    page.press("#prompt", "Enter")
+    say(page, prompt)
     expect(page.locator(".turn").last).to_be_visible()
     expect(page.locator("#stop")).to_be_hidden()
 
 
 def test_settings_reach_the_request(browser: Browser, watched: Watchable) -> None:
-    with visit(browser, watched.server.url) as found:
-        page, bodies = found.page, Bodies(found.page)
-        board_names(page)
+    with visit(browser, watched.server.url) as page:
+        bodies = Bodies(page)
         assert page.locator("#strategy option").all_inner_texts() == ["FlowSpec", "Chunk-PP", "plain"]
         expect(page.locator("#served")).to_have_text(re.compile(", FlowSpec$"))
         assert "_" not in page.locator("body").inner_text()  # of the code's names
@@ -129,8 +126,7 @@ def test_settings_reach_the_request(browser: Browser, watched: Watchable) -> Non
         asked = len(bodies)
         for name, wrong in (("temperature", "5"), ("length", "0")):
             page.fill(f"#{name}", wrong)
-            page.fill("#prompt", PROMPT)
-            page.press("#prompt", "Enter")
+            say(page, PROMPT)
             assert page.evaluate("() => document.querySelector(':invalid:focus').id") == name
             page.fill(f"#{name}", "")
         assert len(bodies) == asked
@@ -139,9 +135,8 @@ def test_settings_reach_the_request(browser: Browser, watched: Watchable) -> Non
 @pytest.mark.parametrize("temperature", ["", "0", "0.8"])
 def test_a_race_has_both_speeds_and_the_same_text_twice(browser: Browser, watched: Watchable, model: Path,
                                                         temperature: str) -> None:
-    with visit(browser, watched.server.url, viewport={"width": 390, "height": 844}) as found:
-        page, bodies = found.page, Bodies(found.page)
-        board_names(page)
+    with visit(browser, watched.server.url, viewport=PHONE) as page:
+        bodies = Bodies(page)
         expect(page.locator("label.switch")).to_have_text("race plain / FlowSpec")
         page.locator("label.switch").click()
         page.fill("#length", str(TOKENS))
@@ -162,11 +157,8 @@ def test_a_race_has_both_speeds_and_the_same_text_twice(browser: Browser, watche
         expect(verdict).to_have_attribute("data-same", "true")
         expect(verdict).to_have_text(re.compile(rf"FlowSpec has \d+\.\d\d times the speed of plain.*"
                                                 rf"at temperature {temperature or 0}\b.*\b{TOKENS}\b"))
-        tokenizer = Tokenizer(OpenModel(model))
-        ids = tokenizer.encode(PROMPT)
         sampling = Sampling(temperature=float(temperature or 0), seed=plain["seed"])
-        tokens, _ = PlainDecoder(model).generate(ids, TOKENS, sampling, OpenModel(model).stop_ids)
-        expected = tokenizer.decode(ids + tokens)[len(tokenizer.decode(ids)):]
+        _, expected = continued(OpenModel(model), PROMPT, TOKENS, sampling)
         assert [answer.text_content() for answer in page.locator(".answer").all()] == [expected] * 2
         assert not scrolls_sideways(page)
         page.select_option("#strategy", "chunk_pp")
@@ -184,9 +176,7 @@ def test_a_race_says_from_which_token_on_texts_differ(browser: Browser, watched:
             body |= {"temperature": 2, "seed": body["seed"] + 1}
         route.continue_(post_data=json.dumps(body))
 
-    with visit(browser, watched.server.url) as found:
-        page = found.page
-        board_names(page)
+    with visit(browser, watched.server.url) as page:
         page.route("**/v1/completions", lies)
         page.locator("label.switch").click()
         page.fill("#length", str(TOKENS))
@@ -197,13 +187,10 @@ def test_a_race_says_from_which_token_on_texts_differ(browser: Browser, watched:
 
 
 def test_a_race_that_is_stopped_has_no_winner(browser: Browser, watched: Watchable) -> None:
-    with visit(browser, watched.server.url) as found:
-        page, bodies = found.page, Bodies(found.page)
-        board_names(page)
+    with visit(browser, watched.server.url) as page:
+        bodies = Bodies(page)
         page.locator("label.switch").click()
-        page.fill("#length", "1500")
-        page.fill("#prompt", PROMPT)
-        page.press("#prompt", "Enter")
+        say(page, PROMPT, 1500)
         expect(page.locator(".answer").first).to_have_text(re.compile("."))
         idle = page.locator("#tree-idle")
         expect(idle).to_be_visible()
@@ -220,9 +207,7 @@ def test_right_guesses_are_those_of_one_strategy(browser: Browser, watched: Watc
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched.feed, "stats", RequestStats())
     rounds, accepted = {"flowspec": 0, "chunk_pp": 0}, {"flowspec": 0, "chunk_pp": 0}
-    with visit(browser, watched.server.url) as found:
-        page = found.page
-        board_names(page)
+    with visit(browser, watched.server.url) as page:
         whose, bars = page.locator("#guesses-of"), page.locator("#acceptance")
         expect(whose).to_have_text("no round has ended yet")
         page.fill("#length", str(TOKENS))
@@ -246,9 +231,8 @@ def test_right_guesses_are_those_of_one_strategy(browser: Browser, watched: Watc
 
 def test_a_new_chat_forgets_the_one_before(browser: Browser, cluster: Watched) -> None:
     with (watchable(cluster, template="vicuna") as watched,
-          visit(browser, watched.server.url) as found):
-        page, bodies = found.page, Bodies(found.page)
-        board_names(page)
+          visit(browser, watched.server.url) as page):
+        bodies = Bodies(page)
         page.fill("#length", "8")
         expect(page.locator("#new-chat")).to_be_hidden()
         for turns in (1, 3):
@@ -274,9 +258,7 @@ def test_an_answer_in_markdown_is_shown_as_such_and_no_more(browser: Browser, cl
         route.fulfill(status=200, content_type="text/event-stream", body=body)
 
     with (watchable(cluster, template="vicuna") as watched,
-          visit(browser, watched.server.url) as found):  # which heard no complaint of the browser
-        page = found.page
-        board_names(page)
+          visit(browser, watched.server.url) as page):  # which heard no complaint of the browser
         page.route("**/v1/chat/completions", answer)
         ask(page)
         shown = page.locator(".answer")

@@ -1,5 +1,5 @@
-"""The power of a board fails during `up`, `rollback` and `keys rotate`, and right after: it boots with a
-whole release, and the next `up` completes.
+"""The power of a board fails during the first `up`, and right after one: it boots with a whole release, and the next
+`up` completes.  During later commands: test_deploy_under_fault.py, and at every step fault_matrix.py.
 
 The tests follow one another: each finds the cluster as the one before it left it.  Two boards; what a board
 had not synced when its power failed is lost (``kits.power_cuts``).
@@ -7,23 +7,19 @@ had not synced when its power failed is lost (``kits.power_cuts``).
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import pytest
 from kits import board_images, container_boards
 from kits.deployments import PATIENCE, PROMPT, Cluster
 from kits.power_cuts import PowerFleet, power_fleet
+from kits.requests import continued
 
 from flowspec_edge.boards import paths
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.opened import resolve_model
-from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.sampling.rule import Sampling
 
 pytestmark = [pytest.mark.fleet, container_boards.needs_fleet]
 
@@ -44,22 +40,21 @@ def cluster(fleet: PowerFleet, tmp_path_factory: pytest.TempPathFactory) -> Clus
 
 
 @contextmanager
-def interrupted(fleet: PowerFleet, cluster: Cluster, command: tuple[str, ...], when: str, name: str,
-                pattern: str, board: int = STAGE) -> Iterator[None]:
-    """``command`` up to where the board begins or has ended the program ``name``; the block is what happens
-    then, and makes it fail with one line."""
-    fleet.hold(board, when, name, pattern)
-    line = [sys.executable, "-m", "flowspec_edge.cli.main", *command, "--json", "--cluster"]
+def interrupted(fleet: PowerFleet, cluster: Cluster, when: str, name: str, pattern: str) -> Iterator[None]:
+    """`up` to where the stage's board begins or has ended the program ``name``; the block is what happens then, and
+    makes it fail with one line."""
+    fleet.hold(STAGE, when, name, pattern)
+    line = [sys.executable, "-m", "flowspec_edge.cli.main", "deploy", "up", "--json", "--cluster"]
     with subprocess.Popen(fleet.command([*line, str(cluster.file)]), stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                           cwd=board_images.REPOSITORY) as running:
-        fleet.held(board, running)
+        fleet.held(STAGE, running)
         yield
         said, complaint = running.communicate(timeout=PATIENCE)
     assert running.returncode == 1
     assert "Traceback" not in complaint
     assert said or complaint.startswith("flowspec: error: ")
-    assert fleet.name(board) in said + complaint
+    assert fleet.name(STAGE) in said + complaint
 
 
 def whole(fleet: PowerFleet, board: int) -> str:
@@ -84,18 +79,11 @@ def both_fail(fleet: PowerFleet, names: bool) -> None:
     fleet.wait_ready()
 
 
-@cache
-def plain() -> list[int]:
-    demo = resolve_model("demo")
-    prompt = Tokenizer(demo).encode(PROMPT)
-    return PlainDecoder(demo.path).generate(prompt, COUNT, Sampling(), demo.stop_ids)[0]
-
-
 def completes(cluster: Cluster) -> str:
     """The release that `up` brings about, and that answers as plain decoding does."""
     told = cluster.deploy("up")
     assert told["ok"], told["problems"] or told
-    assert cluster.tokens("--max-new-tokens", str(COUNT)) == plain()
+    assert cluster.tokens("--max-new-tokens", str(COUNT)) == continued(resolve_model("demo"), PROMPT, COUNT)[0]
     release: str = told["release"]
     return release
 
@@ -129,7 +117,7 @@ FIRST = (
     pytest.param(moment, id=moment[0], marks=pytest.mark.core if moment[0] == "release" else ()) for moment in FIRST])
 def test_during_the_first_up(fleet: PowerFleet, cluster: Cluster, moment: tuple[str, str, str, str]) -> None:
     """Each goes on where the one before was cut off."""
-    with interrupted(fleet, cluster, ("deploy", "up"), *moment[1:]):
+    with interrupted(fleet, cluster, *moment[1:]):
         fleet.cut_power(STAGE)
     fleet.start(STAGE)
     if moment[0] == "current":
@@ -146,52 +134,3 @@ def test_right_after_success(fleet: PowerFleet, cluster: Cluster, names: bool) -
     assert [runs_whole(fleet, board) for board in (DRAFT, STAGE)] == [release] * 2
     assert completes(cluster) == release
     assert cluster.deploy("up")["changed"] == 0
-
-
-@pytest.mark.parametrize("moment", FIRST[3:], ids=lambda moment: moment[0])
-def test_during_an_upgrade(fleet: PowerFleet, cluster: Cluster, moment: tuple[str, str, str, str]) -> None:
-    before = cluster.deploy("status")["release"]
-    cluster.write(context=1024 + len(moment[0]))
-    after = cluster.deploy("plan")["release"]
-    assert before != after
-    if moment[0] == "units":  # which are the same in both releases, and so would not be installed
-        fleet.shell(STAGE, f"echo '# edited' >> {paths.UNITS}/{paths.VERIFY_UNIT}; sync -f {paths.UNITS}")
-    with interrupted(fleet, cluster, ("deploy", "up"), *moment[1:]):
-        fleet.cut_power(STAGE)
-    fleet.start(STAGE)
-    assert runs_whole(fleet, STAGE) in (before, after)
-    assert completes(cluster) == after
-
-
-def test_during_a_rollback(fleet: PowerFleet, cluster: Cluster) -> None:
-    status = cluster.deploy("status")
-    with interrupted(fleet, cluster, ("deploy", "rollback"), *FIRST[-1][1:]):
-        fleet.cut_power(STAGE)
-    fleet.start(STAGE)
-    both = [board[which] for board in status["boards"] for which in ("release", "previous")]
-    assert runs_whole(fleet, STAGE) in both
-    assert completes(cluster) == status["release"]
-    assert cluster.deploy("rollback")["ok"]
-    both_fail(fleet, names=True)
-    assert cluster.becomes_ready()["release"] == both[1]
-    assert completes(cluster) == status["release"]
-
-
-@pytest.mark.parametrize("action", ["add", "keep"])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_while_keys_are_rotated(fleet: PowerFleet, cluster: Cluster, action: str, when: str) -> None:
-    """The stage's board has added its new pair, or not yet; or it has removed its former one, or not yet."""
-    before = [key["public"] for key in json.loads(cluster.flowspec("keys", "show", "--json").stdout)["boards"]]
-    with interrupted(fleet, cluster, ("keys", "rotate"), when, "sudo", f"*board_key?{action}*"):
-        fleet.cut_power(STAGE)
-    fleet.start(STAGE)
-    cluster.becomes_ready()
-    runs_whole(fleet, STAGE)
-    rotated = cluster.flowspec("keys", "rotate", "--json")
-    assert not rotated.returncode, rotated.stderr
-    completes(cluster)
-    for board in (DRAFT, STAGE):
-        assert fleet.shell(board, f"ls -A {paths.ETC}").split() == ["board.key"]
-    keys = json.loads(cluster.flowspec("keys", "show", "--json").stdout)["boards"]
-    assert all(key["public"] == key["recorded"] for key in keys)
-    assert not {key["public"] for key in keys} & {*before}

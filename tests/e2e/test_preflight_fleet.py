@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +39,6 @@ def ask(fleet: container_boards.Fleet, file: Path) -> tuple[dict[str, Any], list
     return torch, problems
 
 
-@contextmanager
-def changed(fleet: container_boards.Fleet, breaks: str, mends: str) -> Iterator[None]:
-    fleet.shell(BOARD, breaks)
-    try:
-        yield
-    finally:
-        fleet.shell(BOARD, mends)
-
-
 @pytest.mark.core
 def test_torch_is_tried_as_a_service_will_use_it(fleet: container_boards.Fleet, file: Path) -> None:
     torch, problems = ask(fleet, file)
@@ -67,7 +56,7 @@ def test_the_trial_has_all_protections_of_the_units(fleet: container_boards.Flee
            "os.getuid() != 0, os.access('/home/jetson', os.R_OK), os.access('/usr', os.W_OK), "
            "os.access('/proc/1/stat', os.R_OK), sorted(os.listdir('/tmp'))]))")
     plant = f"mkdir /run/spy; printf '%s' \"{spy}\" > /run/spy/__init__.py; mount --bind /run/spy {TORCH}"
-    with changed(fleet, f"touch /tmp/of-others; {plant}", f"umount {TORCH}; rm -r /run/spy /tmp/of-others"):
+    with fleet.changed(BOARD, f"touch /tmp/of-others; {plant}", f"umount {TORCH}; rm -r /run/spy /tmp/of-others"):
         torch, _ = ask(fleet, file)
     assert torch["outside"]["why"] != torch["why"]
     capabilities, no_new, seccomp, unprivileged, home, writable, others, temporary = json.loads(
@@ -78,23 +67,12 @@ def test_the_trial_has_all_protections_of_the_units(fleet: container_boards.Flee
 
 
 def test_a_torch_that_only_root_can_read(fleet: container_boards.Fleet, file: Path) -> None:
-    with changed(fleet, f"chmod 700 {TORCH}", f"chmod 755 {TORCH}"):
+    with fleet.changed(BOARD, f"chmod 700 {TORCH}", f"chmod 755 {TORCH}"):
         torch, [problem] = ask(fleet, file)
     assert torch["outside"]["version"]
     assert problem.startswith(f"board-2: torch: {torch['outside']['version']} works as root, but not with "
                               "the service's protections (user nobody, groups video, render): ")
     assert f"let every user read {TORCH}/__init__.py" in problem
-
-
-def test_a_torch_that_only_the_user_has(fleet: container_boards.Fleet, file: Path) -> None:
-    """Asked by root through sudo, of the user that ssh came in as."""
-    own = f"/home/{container_boards.USER}/.local/lib/python3.11/site-packages"
-    with changed(fleet, f"mv {TORCH} {TORCH}-away; mkdir -p {own}; ln -s {TORCH}-away {own}/torch",
-                 f"mv {TORCH}-away {TORCH}; rm -r /home/{container_boards.USER}/.local"):
-        torch, [problem] = ask(fleet, file)
-    assert torch["own"] == {"torch": f"{own}/torch/__init__.py"}
-    assert problem == (f"board-2: torch: only in {own}, which services do not see; install it for all users: "
-                       "sudo pip3 install 'torch<2.14,>=2.6' numpy")
 
 
 def test_a_rebuilt_torch_needs_room_for_an_environment(cluster: Cluster) -> None:

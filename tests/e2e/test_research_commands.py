@@ -11,6 +11,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from kits import documents
 from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
@@ -22,18 +23,14 @@ RUN = [GUIDES / "research.md", GUIDES / "write-a-strategy.md", REFERENCE / "benc
 DOCUMENTS = [*RUN, REFERENCE / "python.md", REFERENCE / "strategies.md"]
 SHORT = {"--limit": "1", "--max-new-tokens": "4"}
 _INLINE = re.compile(r"`((?:PYTHONPATH=\. )?flowspec [^`…]+)`")
-_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def commands(document: Path, inline: bool = True) -> list[list[str]]:
     """The arguments of every ``flowspec …`` in code, without placeholders."""
     text = document.read_text(encoding="utf-8").split("## Reference")[0]
-    lines = [line for kind, block in _BLOCK.findall(text) if kind in ("", "sh")
-             for line in block.replace("\\\n", " ").splitlines()]
-    if inline:
-        lines += [" ".join(found.split()) for found in _INLINE.findall(_BLOCK.sub("", text))]
+    lines = [*documents.commands(text), *(_INLINE.findall(text) if inline else [])]
     lines = [line.removeprefix("PYTHONPATH=. ") for line in lines]
-    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("flowspec ")]
+    return [shlex.split(line)[1:] for line in lines if line.startswith("flowspec ")]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.parent.name + "/" + path.name)
@@ -68,7 +65,7 @@ def shortened(arguments: list[str]) -> list[str]:
     if "timeline" in given:
         return [*given, "--model", "demo"]
     options = {"--max-new-tokens": SHORT["--max-new-tokens"]} if given[0] == "generate" else SHORT
-    if "smollm2.flowrec" in given and "--temperatures" in given:  # the demonstration's first answer at 1 is empty
+    if "smollm2.flowrec" in given:  # the demonstration's first answer at 1 is empty, and record leaves its prompt out
         options = {**SHORT, "--temperatures": "0"}
     model = [] if {"--model", "--recording"} & {*given} else ["--model", "Llama-2-7b-chat-hf"]
     return [*given, *model, *(part for pair in options.items() for part in pair)]

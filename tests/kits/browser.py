@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 
 from kits import network_beds
 from kits.process_clusters import PATIENCE
@@ -28,36 +27,27 @@ needs_browser = network_beds.needs("a real browser", "" if CHROMIUM.exists() els
                                f"there is no {CHROMIUM} (Debian package chromium)")
 
 
-@dataclass
-class Visit:
-    """The page, and what it must not do."""
-
-    page: Page
-    complaints: list[str] = field(default_factory=list)
-    hosts: set[str] = field(default_factory=set)
-
-    def heard(self, message: ConsoleMessage) -> None:
-        if message.type in ("error", "warning"):
-            self.complaints.append(message.text)
-
-    def asked(self, request: Request) -> None:
-        self.hosts.add(urlsplit(request.url).netloc)
-
-
 @contextmanager
-def visit(browser: Browser, url: str, **context: object) -> Iterator[Visit]:
-    """The page at ``url``, loaded; in the end it has neither complained nor asked anybody else."""
+def visit(browser: Browser, url: str, **context: object) -> Iterator[Page]:
+    """The page at ``url``, once it shows the boards; in the end it has neither complained nor asked anybody else."""
     opened = browser.new_context(**{"viewport": DESK, **context})  # type: ignore[arg-type]
     opened.set_default_timeout(PATIENCE * 1e3)
+    complaints, hosts = list[str](), set[str]()
+
+    def hear(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            complaints.append(message.text)
+
     with closing(opened):
-        found = Visit(opened.new_page())
-        found.page.on("console", found.heard)
-        found.page.on("pageerror", lambda error: found.complaints.append(str(error)))
-        found.page.on("request", found.asked)
-        found.page.goto(url)
-        yield found
-        assert found.complaints == []
-        assert found.hosts == {urlsplit(url).netloc}
+        page = opened.new_page()
+        page.on("console", hear)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: hosts.add(urlsplit(request.url).netloc))
+        page.goto(url)
+        await_boards(page)
+        yield page
+        assert complaints == []
+        assert hosts == {urlsplit(url).netloc}
 
 
 @contextmanager
@@ -67,13 +57,23 @@ def loaded(browser: Browser, cluster: Watched) -> Iterator[Page]:
         page = opened.new_page()
         with watchable(cluster) as watched:
             page.goto(watched.server.url)
-            board_names(page)
+            await_boards(page)
         yield page
 
 
-def board_names(page: Page) -> list[str]:
+def await_boards(page: Page) -> None:
+    """D0 and every stage."""
     expect(page.locator("#boards li")).to_have_count(STAGES + 1)
-    return [text.split()[0][:2] for text in page.locator("#boards h3").all_inner_texts()]
+    names = [text.split()[0][:2] for text in page.locator("#boards h3").all_inner_texts()]
+    assert names == ["D0", *(f"V{stage}" for stage in range(1, STAGES + 1))]
+
+
+def say(page: Page, prompt: str, length: int | None = None) -> None:
+    """Ask for an answer, of so many tokens at most."""
+    if length is not None:
+        page.fill("#length", str(length))
+    page.fill("#prompt", prompt)
+    page.press("#prompt", "Enter")
 
 
 def scrolls_sideways(page: Page) -> bool:

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from flowspec_edge.device_profile import DraftCost, LinkCost, LmHeadCost, Profile, StageCurve, load_profile
-from flowspec_edge.drafting.eagle.eagle2 import EagleHead, eagle_config, save_head
 from flowspec_edge.drivers.stage.parts import Charge
 from flowspec_edge.drivers.stage.sd_notify import Notifier
 from flowspec_edge.messages import Cancel, Shutdown
@@ -19,21 +17,12 @@ from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
 from kits.memory_links import MemoryTransport
-from kits.tiny_model_dir import tiny_spd
+from kits.tiny_model_dir import tiny_head, tiny_spd
 from kits.tiny_models import tiny_llama
 from kits.worker_thread import HeldEngine, Stage, Start
 
 __all__ = ["demo_model", "demo_prompts", "eight_layers", "ideal_profile", "oracle_draft_model", "real",
-           "small_vocabulary_model", "start", "tiny_model", "untrained_draft_model", "worker_model"]
-
-
-def tiny_head(path: Path, vocab: int, hidden: int = 64, seed: int = 1) -> None:
-    """A random EAGLE-2 head in the published format."""
-    config = eagle_config({"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 2 * hidden,
-                           "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}, "a head")
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        save_head(EagleHead(config), path, torch.float32)
+           "small_vocabulary_model", "start", "tiny_head", "tiny_model", "untrained_draft_model", "worker_model"]
 
 
 def _tiny(path: Path, layers: int) -> Path:

@@ -161,6 +161,15 @@ class Fleet:
         assert not check or not done.returncode, f"board {board}: {script}: {done.stdout}{done.stderr}"
         return done.stdout
 
+    @contextmanager
+    def changed(self, board: int, breaks: str, mends: str) -> Iterator[None]:
+        """A board on which a script of root's has changed something, until another one has put it right."""
+        self.shell(board, breaks)
+        try:
+            yield
+        finally:
+            self.shell(board, mends)
+
     def write_cluster(self, path: Path, members: Sequence[int] = (), **settings: object) -> Path:
         """A cluster.toml of ``members``, or all boards, ``settings`` in its [cluster]; the first drafts."""
         table = {"name": "fleet", "interface": self._bed.interface(0), "ssh_config": str(self.ssh_config),

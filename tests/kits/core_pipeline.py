@@ -19,6 +19,7 @@ from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.d0.slot_curve import SlotCurve
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.messages import Batch, Close, Computed, Credit, Output, Segment, Tap, parts_of
+from flowspec_edge.model.draft_kinds import PlannedDraftName
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.core import Arrived, Emit, Idle, Pass, Passed, StageCore
 from flowspec_edge.stage.engine import StageEngine
@@ -206,6 +207,6 @@ def plain(model: Path, prompt: tuple[int, ...], temperature: float) -> list[int]
     return PlainDecoder(model).generate(list(prompt), TOKENS, Sampling(temperature, seed=5))[0]
 
 
-def request(place: int, strategy: str, temperature: float) -> Request:
+def request(place: int, strategy: str, temperature: float, draft: PlannedDraftName = "own") -> Request:
     return Request(PROMPTS[place], strategy, TOKENS, Sampling(temperature, seed=5),
-                   params=Params(prefill_chunk=16))
+                   params=Params(prefill_chunk=16, draft=draft))

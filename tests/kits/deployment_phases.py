@@ -35,7 +35,7 @@ wanted = [(devices[state.name], state) for state in states]
 outcomes = bring_about(inventory, phase, wanted, dry_run)
 print(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes]))
 """
-# A service that says what it is, and is ready.
+# A service that is ready.
 _UNIT = """
 [Unit]
 Description=Stage %i
@@ -43,7 +43,7 @@ Description=Stage %i
 Type=notify
 NotifyAccess=all
 WorkingDirectory=/opt/flowspec/current
-ExecStart=/bin/sh -c 'echo "stage %i of {release}"; {before} systemd-notify --ready; exec sleep infinity'
+ExecStart=/bin/sh -c 'systemd-notify --ready; exec sleep infinity'
 Restart=on-failure
 RestartSec=0
 User=flowspec
@@ -60,11 +60,10 @@ class Bench:
     environment: Environment
     cluster: Path
 
-    def state(self, place: int, release: str = "first", before: str = "", stage: int = 0) -> BoardState:
-        unit = _UNIT.format(release=release, before=before)
-        return BoardState(self.fleet.name(place), release, paths.verify_unit(stage or place),
-                          self.environment, {"release.json": json.dumps(release), "etc/verify.toml": "",
-                                             f"units/{paths.VERIFY_UNIT}": unit})
+    def state(self, place: int, stage: int = 0) -> BoardState:
+        return BoardState(self.fleet.name(place), "first", paths.verify_unit(stage or place),
+                          self.environment, {"release.json": '"first"', "etc/verify.toml": "",
+                                             f"units/{paths.VERIFY_UNIT}": _UNIT})
 
     def run(self, phase: Phase, *boards: BoardState, dry_run: bool = False) -> list[BoardOutcome]:
         """Carry out a phase, by default on both boards with the first release; "activate": with what comes
@@ -91,15 +90,6 @@ class Bench:
         outcomes = self.run(phase, *boards, dry_run=dry_run)
         assert [outcome.error for outcome in outcomes] == [""] * len(outcomes)
         return [outcome.changes for outcome in outcomes]
-
-    def says(self, place: int) -> str:
-        """What the service there said last."""
-        return self.fleet.shell(place, f"journalctl --sync; journalctl -q -o cat -n 1 "
-                                       f"_SYSTEMD_UNIT={paths.verify_unit(place)}").strip()
-
-    def pid(self, place: int) -> str:
-        unit = paths.verify_unit(place)
-        return self.fleet.shell(place, f"systemctl show -p MainPID --value {unit}").strip()
 
     def traces(self, place: int) -> list[str]:
         """All that is there of flowspec: files, users, units that systemd knows of."""

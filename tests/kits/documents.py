@@ -7,10 +7,15 @@ comment ``<!-- do ACTION -->`` is a manual step.
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 
+DOCS = Path(__file__).parents[2] / "docs"
 _STEP = re.compile(r"<!-- (?P<kind>run on|do) (?P<what>[^>]+) -->\n"
                    r"(?:```sh\n(?P<script>.*?)```\n(?:\n?```text\n(?P<output>.*?)```\n)?)?", re.DOTALL)
 _BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
@@ -28,6 +33,16 @@ class Step:
     script: str
     output: str | None
     span: tuple[int, int]
+
+
+def builder(name: str) -> ModuleType:
+    """docs/NAME.py, which no package holds."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def steps(text: str) -> list[Step]:

@@ -52,21 +52,28 @@ class Layer:
         """Of each of ``heads`` [n, d], where the layer has such a norm."""
         return np.stack([self.norm(name, x) for x in heads]) if name + ".weight" in self.w else heads
 
+    def turn(self, x, position):
+        return rotate(x, position, self.theta)
+
+    def query(self, x):
+        """Of each head [heads, d], before its norm; and what gates the heads' outputs, all of them by 1 here."""
+        return self.linear(self.prefix + "self_attn.q_proj", x).reshape(self.heads, -1), 1.0
+
     def attend(self, rows):
         """Attention of the last of ``rows`` = [(x, position)] over all of them: [H]."""
         a = self.prefix + "self_attn."
-        keys = [rotate(self.head_norm(a + "k_norm", self.linear(a + "k_proj", x).reshape(self.kv_heads, -1)),
-                       p, self.theta) for x, p in rows]
+        keys = [self.turn(self.head_norm(a + "k_norm", self.linear(a + "k_proj", x).reshape(self.kv_heads, -1)), p)
+                for x, p in rows]
         values = [self.linear(a + "v_proj", x).reshape(self.kv_heads, -1) for x, _ in rows]
         x, position = rows[-1]
-        q = self.linear(a + "q_proj", x).reshape(self.heads, -1)
-        q = rotate(self.head_norm(a + "q_norm", q), position, self.theta)
+        q, gate = self.query(x)
+        q = self.turn(self.head_norm(a + "q_norm", q), position)
         out = []
         for i in range(self.heads):
             j = i // (self.heads // self.kv_heads)
             scores = np.array([k[j] @ q[i] for k in keys]) / np.sqrt(q.shape[-1])
             out.append(np.exp(log_softmax(scores)) @ np.array([v[j] for v in values]))
-        return self.linear(a + "o_proj", np.concatenate(out))
+        return self.linear(a + "o_proj", (np.array(out) * gate).reshape(-1))
 
     def mlp(self, x):
         gate, up = (self.linear(f"{self.prefix}mlp.{name}_proj", x) for name in ("gate", "up"))

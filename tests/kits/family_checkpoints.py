@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from flowspec_edge.drafting.eagle.eagle2 import EagleHead, eagle_config, save_head
 from flowspec_edge.strategies.params import Params
 from kits.stages import RECURRENT
-from kits.tiny_model_dir import tiny_spd
+from kits.tiny_model_dir import tiny_head, tiny_spd
 from kits.tiny_models import tiny_llama, tiny_model
 
 VOCAB = 61
@@ -93,23 +93,34 @@ def family_dir(name: str, path: Path, hidden: int = 32) -> Path:
         (path / "draft-lm").symlink_to(path / "target")
     else:
         tiny_llama(path / "draft-lm", layers=1, hidden=32, vocab=VOCAB, seed=2)
-    config = eagle_config({"vocab_size": VOCAB, "hidden_size": hidden, "intermediate_size": 2 * hidden,
-                           "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}, "a head")
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        save_head(EagleHead(config), path / "eagle2", torch.float32)
+    tiny_head(path / "eagle2", VOCAB, hidden)
     tiny_spd(path)
     return path
 
 
+class FamilyDirs(dict[str, Path]):
+    """Whole model directories by family, each made when it is first wanted."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+
+    def __missing__(self, family: str) -> Path:
+        self[family] = family_dir(family, self._base / family)
+        return self[family]
+
+
 def generated(target: Path, prompt: Sequence[int], new: int) -> list[int]:
     """transformers' own greedy continuation in fp32; end-of-sequence is a token like any other here."""
+    return [*_generated(target, tuple(prompt), new)]
+
+
+@cache
+def _generated(target: Path, prompt: tuple[int, ...], new: int) -> tuple[int, ...]:
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     model.generation_config.eos_token_id = None
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([prompt])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
-    tokens: list[int] = out[0, len(prompt):].tolist()
-    return tokens
+    return tuple(out[0, len(prompt):].tolist())
 
 
 def shake(path: Path) -> None:

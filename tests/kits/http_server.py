@@ -276,6 +276,16 @@ def placed(server: Running) -> tuple[int, int]:
     return state.running, state.waiting
 
 
+def read_until(connection: socket.socket, awaited: bytes, times: int = 1) -> bytes:
+    """What comes, up to and with ``awaited``."""
+    data = b""
+    while data.count(awaited) < times:
+        more = connection.recv(4096)
+        assert more, data
+        data += more
+    return data
+
+
 def post(server: Running, body: dict[str, Any], address: str = "127.0.0.1") -> socket.socket:
     """Send a request from an address, and leave the answer to come."""
     host, port = server.url.removeprefix("http://").split(":")

@@ -1,12 +1,15 @@
-"""A server that speaks as much of the Hugging Face hub's protocol as its client asks for."""
+"""A server that speaks as much of the Hugging Face hub's protocol as its client asks for; and commands."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -74,3 +77,54 @@ def hub(repositories: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+# Runs the commands that it is told, and tells what came of each.
+_COMMANDS = """
+import io, json, os, sys
+from contextlib import redirect_stderr, redirect_stdout
+from flowspec_edge.cli.main import main
+for line in sys.stdin:
+    models, arguments = json.loads(line)
+    os.environ["FLOWSPEC_MODELS"] = models
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = main(arguments)
+    print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
+"""
+
+
+class Commands:
+    """Commands in one other process: the hub's client reads its environment once."""
+
+    def __init__(self, **environment: str) -> None:
+        self._process = subprocess.Popen([sys.executable, "-c", _COMMANDS], text=True, stdin=subprocess.PIPE,
+                                         stdout=subprocess.PIPE, env={**os.environ, **environment})
+
+    def flowspec(self, *arguments: object) -> tuple[int, str, str]:
+        """Exit code, output and errors."""
+        given, taken = self._process.stdin, self._process.stdout
+        assert given is not None
+        assert taken is not None
+        print(json.dumps([os.environ["FLOWSPEC_MODELS"], [*map(str, arguments)]]), file=given, flush=True)
+        code, out, err = json.loads(taken.readline())
+        return code, out, err
+
+    def close(self) -> None:
+        with self._process:
+            pass
+
+
+class Hub(Commands):
+    """A hub, and commands that see it."""
+
+    def __init__(self, cache: Path) -> None:
+        self.repositories: dict[str, Path] = {}
+        with ExitStack() as opened:
+            address, self.asked = opened.enter_context(hub(self.repositories))
+            self.environment = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(cache)}
+            super().__init__(**self.environment)
+            self._opened = opened.pop_all()
+
+    def close(self) -> None:
+        super().close()
+        self._opened.close()

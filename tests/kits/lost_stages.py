@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from flowspec_edge.d0.observer import Observer
-from flowspec_edge.d0.request import Request
 from flowspec_edge.d0.run_events import (
     MessagesDropped,
     OutputArrived,
@@ -17,7 +16,6 @@ from flowspec_edge.d0.run_events import (
     StagesLost,
     StagesMissing,
 )
-from flowspec_edge.lab.plain import PlainDecoder
 
 
 class Striker(Observer):
@@ -71,8 +69,3 @@ class Striker(Observer):
         if self._left <= 0 and self._act is not None:
             act, self._act = self._act, None
             act()
-
-
-def own_texts(plain: PlainDecoder, requests: Sequence[Request]) -> list[list[int]]:
-    """What plain decoding makes of requests without an end of sequence."""
-    return [plain.generate(r.prompt, r.max_new_tokens, r.sampling)[0] for r in requests]

@@ -62,20 +62,10 @@ class Mtp(Layer):
         """The rotary embedding of the first values of each head."""
         return np.concatenate([rotate(x[:, : self.turned], position, self.theta), x[:, self.turned :]], -1)
 
-    def attend(self, rows: Any) -> Any:
-        a = self.prefix + "self_attn."
-        keys = [self.turn(self.head_norm(a + "k_norm", self.linear(a + "k_proj", x).reshape(
-            self.kv_heads, -1)), p) for x, p in rows]
-        values = [self.linear(a + "v_proj", x).reshape(self.kv_heads, -1) for x, _ in rows]
-        x, position = rows[-1]
-        q, gate = np.split(self.linear(a + "q_proj", x).reshape(self.heads, -1), 2, axis=-1)
-        q = self.turn(self.head_norm(a + "q_norm", q), position)
-        out = []
-        for i in range(self.heads):
-            j = i // (self.heads // self.kv_heads)
-            scores = np.array([k[j] @ q[i] for k in keys]) / np.sqrt(q.shape[-1])
-            out.append(np.exp(log_softmax(scores)) @ np.array([v[j] for v in values]))
-        return self.linear(a + "o_proj", (np.array(out) / (1 + np.exp(-gate))).reshape(-1))
+    def query(self, x: Any) -> Any:
+        joined = self.linear(self.prefix + "self_attn.q_proj", x).reshape(self.heads, -1)
+        q, gate = np.split(joined, 2, axis=-1)
+        return q, 1 / (1 + np.exp(-gate))
 
     def gated(self, block: str, x: Any) -> Any:
         gate, up = self.linear(block + "gate_proj", x), self.linear(block + "up_proj", x)

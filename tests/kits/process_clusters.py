@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 
 PROMPT = [(7 * i + 3) % 290 for i in range(70)]  # two chunks
 PATIENCE = 120.0  # seconds; only a failing test waits so long
@@ -30,6 +34,20 @@ def on_third(act: Callable[[], None]) -> Callable[[list[int]], None]:
             act()
 
     return on_tokens
+
+
+@contextmanager
+def served(cluster: ProcessCluster) -> Iterator[None]:
+    """Another thread answers."""
+    stopped = threading.Event()
+    server = threading.Thread(target=cluster.serve, args=(stopped.is_set,))
+    server.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        server.join(PATIENCE)
+    assert not server.is_alive()
 
 
 def until(true: Callable[[], bool], within: float = PATIENCE) -> None:

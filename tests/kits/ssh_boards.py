@@ -20,7 +20,7 @@ from kits import network_beds
 
 _SSHD = """
 ListenAddress {address}
-Port 22
+Port {port}
 HostKey {directory}/host
 AuthorizedKeysFile /run/user.pub
 StrictModes no
@@ -62,7 +62,7 @@ class Boards:
                                           f"KexAlgorithms curve25519-sha256\nControlMaster auto\n"
                                           f"ControlPath {self._shared}/%C\nControlPersist 60\n")
         for place in places:
-            undo.enter_context(self._sshd(place))
+            undo.enter_context(self.sshd(place))
         undo.callback(self._disconnect)
         text = f'[cluster]\nname = "bed"\npython = "{sys.executable}"\nssh_config = "{directory}/config"\n'
         for place in places:
@@ -73,6 +73,10 @@ class Boards:
         self.file = directory / "cluster.toml"
         self.file.write_text(text)
         self.inventory: Inventory = load_inventory(self.file)
+
+    def with_cluster(self, **settings: object) -> Inventory:
+        """The inventory with other settings in its [cluster]."""
+        return self.inventory.model_copy(update={"cluster": self.inventory.cluster.model_copy(update=settings)})
 
     def shown(self, place: int) -> str:
         """What ``tc`` says of a board's interface."""
@@ -130,9 +134,10 @@ class Boards:
                            capture_output=True, check=True)
 
     @contextmanager
-    def _sshd(self, place: int) -> Iterator[None]:
+    def sshd(self, place: int, port: int = 22) -> Iterator[None]:
+        """A server at a place, in a file system and with processes of its own."""
         config = self.directory / f"sshd{place}"
-        config.write_text(_SSHD.format(address=self.bed.address(place), directory=self.directory,
+        config.write_text(_SSHD.format(address=self.bed.address(place), port=port, directory=self.directory,
                                        package=Path(flowspec_edge.__file__).parent.parent))
         # Process ids of its own, so that whatever a test leaves there ends with it; and its own /run.
         start = ("mount -t tmpfs tmpfs /run && mkdir /run/sshd && mount -t tmpfs tmpfs /var/lib && "

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from flowspec_edge.drafting.eagle.eagle2 import EagleConfig, EagleHead, save_head, usual_layer
+from flowspec_edge.drafting.eagle.eagle2 import EagleConfig, EagleHead, eagle_config, save_head, usual_layer
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Config, Eagle3Head
 from flowspec_edge.drafting.eagle.eagle3_formats import save_head3
 from flowspec_edge.lab.spd.module import SpdModule, save_module
@@ -36,8 +36,16 @@ def tiny_spd(model_dir: Path, layers: int = 2, seed: int = 0) -> None:
     save_module(module, model_dir / "spd", torch.float32)
 
 
-def tiny_eagle3(model_dir: Path, drafted: int | None = None, seed: int = 0,
-                max_positions: int = 2048) -> None:
+def tiny_head(path: Path, vocab: int, hidden: int = 64) -> None:
+    """A random EAGLE-2 head in the published format."""
+    config = eagle_config({"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 2 * hidden,
+                           "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}, "a head")
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        save_head(EagleHead(config), path, torch.float32)
+
+
+def tiny_eagle3(model_dir: Path, drafted: int | None = None, max_positions: int = 2048) -> None:
     """Write ``eagle3``, a random head for the ``target`` below ``model_dir``, in fp32, without embeddings.
 
     ``drafted``: tokens that it can name, drawn at random; all by default.
@@ -46,7 +54,7 @@ def tiny_eagle3(model_dir: Path, drafted: int | None = None, seed: int = 0,
     config = Eagle3Config(**vars(layer), target_hidden_size=layer.hidden_size,
                           draft_vocab_size=drafted or layer.vocab_size)
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         head = Eagle3Head(config)
         draw_matrices(head)
         if config.draft_vocab_size < config.vocab_size:

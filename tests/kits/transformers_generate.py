@@ -36,6 +36,19 @@ def target_of(model: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model / "target", dtype=torch.float32)
 
 
+@cache
+def captured_states(model: Path, text: tuple[int, ...], captured: tuple[int, ...]) -> torch.Tensor:
+    """The states of every row of a text after so many layers each: [n, states H]; those after all layers are
+    not normed."""
+    inputs: list[torch.Tensor] = []
+    target = target_of(model)
+    hook = target.model.norm.register_forward_pre_hook(lambda norm, given: inputs.append(given[0]))
+    with torch.inference_mode():
+        hidden = target(torch.tensor([text]), output_hidden_states=True).hidden_states
+    hook.remove()
+    return torch.cat([(*hidden[:-1], inputs[0])[layer][0] for layer in captured], dim=-1)
+
+
 def reference_text(model: Path, prompt: Sequence[int], sampling: Sampling, limit: int,
                    steps: Sequence[LogitsProcessor], ends: Sequence[int] | None = None
                    ) -> tuple[list[int], str]:

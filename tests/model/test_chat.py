@@ -54,17 +54,6 @@ def plain(messages: list[Message]) -> list[dict[str, str]]:
     return [{"role": m.role, "content": m.content} for m in messages]
 
 
-@pytest.mark.parametrize(("messages", "text"), [
-    (ASK, "<s>[INST] Who are you? [/INST]"),
-    (BRIEF, "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nWho are you? [/INST]"),
-    (LONG, "<s>[INST] Hi! [/INST] Hello. </s><s>[INST] And you? [/INST] Fine. </s><s>[INST] Bye [/INST]"),
-    ([BRIEF[0], *LONG[:3]], "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi! [/INST] Hello. </s>"
-                            "<s>[INST] And you? [/INST]"),
-])
-def test_llama_2_as_published(messages: list[Message], text: str) -> None:
-    assert written(llama_2(messages)) == text
-
-
 VICUNA = ("A chat between a curious user and an artificial intelligence assistant. The assistant gives "
           "helpful, detailed, and polite answers to the user's questions.")
 
@@ -99,11 +88,6 @@ def test_llama_2_is_transformers_own_template(messages: list[Message]) -> None:
 def test_chats_that_are_none(write: object, messages: list[Message], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         write(messages)  # type: ignore[operator]
-
-
-def test_roles_are_four() -> None:
-    with pytest.raises(UsageError, match="no role 'function'; there are system, user, assistant, tool"):
-        Message("function", "x")  # type: ignore[arg-type]
 
 
 @pytest.fixture

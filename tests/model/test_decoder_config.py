@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kits.stages import RECURRENT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import known_models
+from flowspec_edge.model.config import load_config
 from flowspec_edge.model.decoder_config import decoder_config
 from flowspec_edge.model.families import FAMILIES, text_config
 from flowspec_edge.stage.families.decoder import skeleton
@@ -117,20 +120,49 @@ def test_tensors_are_those_of_transformers(family: str, extra: dict[str, Any]) -
     assert named == wanted
 
 
-@pytest.mark.parametrize(("fields", "says"), [
-    ({"num_attention_heads": 3}, "3 attention heads cannot share a width of 64 evenly"),
-    ({"rope_scaling": "linear"}, "rope_scaling must be an object, not 'linear'"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "a rope of type 'llama3' has no low_freq_factor"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "the rope's factor must be above 0, not 0"),
-    ({"rope_theta": -1.0}, "the rope's rope_theta must be above 0"),
-    ({"partial_rotary_factor": 0.01}, "0 of a head's 32 values turn"),
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "changes as the text grows"),
-    ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
+SMALL: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2,
+                         "num_key_value_heads": 2, "head_dim": 32}
+MOE: dict[str, Any] = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+DELTA = RECURRENT | {"num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(("family", "fields", "says"), [
+    ("llama", {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": None},
+     "3 attention heads cannot share a width of 64 evenly"),
+    ("llama", {"num_attention_heads": 4, "num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+    ("llama", {"rope_scaling": "linear"}, "rope_scaling must be an object, not 'linear'"),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+     "a rope of type 'llama3' has no low_freq_factor"),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "the rope's factor must be above 0, not 0"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": "4"}}, "the rope's factor must be a number, not '4'"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}},
+     "the rope's rope_theta must be above 0"),
+    ("llama", {"rope_theta": None}, "the rope's rope_theta must be a number, not None"),
+    ("llama", {"partial_rotary_factor": 0.01}, "0 of a head's 32 values turn"),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "changes as the text grows"),
+    ("llama", {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "no rope type 'spiral', only default, linear"),
+    ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16,
+                                   "long_factor": [2.0] * 16, "original_max_position_embeddings": 64}},
+     "rope type 'longrope' .* one of: default, linear, llama3, yarn"),
+    ("gemma3_text", {"layer_types": ["full_attention"] * 2, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+     "rope type 'dynamic'"),
+    ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, which stages"),
+    ("gemma3_text", {"hidden_activation": "magic"}, "no activation 'magic', only silu"),
+    ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
+    ("qwen3", {"layer_types": ["full_attention", "linear_attention"]},
+     "layers of type linear_attention cannot be run, only full"),
+    ("qwen3_moe", MOE | {"num_experts_per_tok": 9}, "a row cannot choose 9 experts of 8"),
+    ("qwen3_moe", MOE | {"num_experts_per_tok": 0},
+     "num_experts_per_tok must be a whole number from 1 to 4096, not 0"),
+    ("qwen3_moe", MOE | {"num_local_experts": "8"}, "num_local_experts must be a whole number from 1 to 4096, not '8'"),
+    ("qwen3_moe", MOE | {"moe_intermediate_size": -3}, "moe_intermediate_size must be a whole number"),
+    ("qwen3_5_text", DELTA | {"linear_num_value_heads": 5},
+     "5 heads of recurrent layers cannot share 2 key heads evenly"),
+    ("qwen3_5_text", DELTA | {"hidden_act": "gelu"}, "the convolution's activation is silu, not 'gelu'"),
+    ("qwen3_5_text", DELTA | {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim must be a whole number from 1"),
 ])
-def test_what_does_not_fit_together(fields: dict[str, Any], says: str) -> None:
-    small = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2,
-             "num_key_value_heads": 1}
-    if fields.get("model_type") == "qwen3":
-        small["head_dim"] = 32
-    with pytest.raises(UsageError, match=says):
-        decoder_config(small | fields, "config.json")
+def test_what_stages_cannot_run(tmp_path: Path, family: str, fields: dict[str, Any], says: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"model_type": family} | fields))
+    with pytest.raises(UsageError, match=says) as caught:
+        load_config(tmp_path)
+    assert "\n" not in str(caught.value)

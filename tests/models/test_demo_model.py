@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -123,9 +122,3 @@ def test_chunk_pp_accepts_enough_and_flowspec_outruns_it(demo: OpenModel) -> Non
     assert tokens / sum(r.stats.rounds for r in chunk) >= 4.0
     assert per_second(flowspec) >= 1.5 * per_second(chunk)
     assert [r.tokens for r in flowspec] == [r.tokens for r in chunk]
-
-
-def test_the_card_tells_the_figures(demo: OpenModel) -> None:
-    card = (demo.path / "README.md").read_text(encoding="utf-8")
-    assert "demonstration" in card
-    assert Path(demo.path / "card.toml").is_file()

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from kits.http_server import Held, served
+from kits.http_server import served
 from kits.process_clusters import PATIENCE, until
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flowspec_edge.serving.admission import Admission
 from flowspec_edge.serving.app import make_app
@@ -26,13 +26,13 @@ NEVER = 1e6  # seconds
 
 
 @contextmanager
-def limited(model: Path, **limits: float) -> Iterator[str]:
+def limited(model: Path, app: ASGIApp | None = None, **limits: float) -> Iterator[str]:
     """A server whose cluster has not started; limits that are not given are never reached."""
     what = served(model)
     admission, listener = Admission(what.probe()), listen("127.0.0.1", 0, None)
-    chosen = ConnectionLimits(**{"connections": 4, "head_s": NEVER, "body_s": NEVER, "read_s": NEVER,
-                                 **limits})  # type: ignore[arg-type]
-    with listening(listener, make_app(admission, what), admission, chosen):
+    complete = ConnectionLimits(**{"connections": 4, "head_s": NEVER, "body_s": NEVER, "read_s": NEVER,
+                                   **limits})  # type: ignore[arg-type]
+    with listening(listener, app or make_app(admission, what), admission, complete):
         yield url_of(listener)
 
 
@@ -74,9 +74,7 @@ def test_a_new_client_replaces_the_longest_idle_one(model: Path) -> None:
             assert closed(half)
 
 
-def test_above_the_limit_a_client_is_refused(held: Held, model: Path) -> None:
-    what = served(model)
-    admission, listener = Admission(what.probe()), listen("127.0.0.1", 0, None)
+def test_above_the_limit_a_client_is_refused(model: Path) -> None:
     inside = 0
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,17 +83,16 @@ def test_above_the_limit_a_client_is_refused(held: Held, model: Path) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    with (listening(listener, app, admission, ConnectionLimits(connections=2)),
-          connect(url_of(listener), HEAD + b"\r\n"), connect(url_of(listener), HEAD + b"\r\n")):
+    with (limited(model, app, connections=2) as url, connect(url, HEAD + b"\r\n"),
+          connect(url, HEAD + b"\r\n")):
         until(lambda: inside == 2)
-        answer = httpx2.get(url_of(listener), trust_env=False, timeout=PATIENCE)
+        answer = httpx2.get(url, trust_env=False, timeout=PATIENCE)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
         assert "2 connections are open already" in answer.json()["error"]["message"]
 
 
-def test_a_client_that_does_not_read_is_disconnected(held: Held, model: Path) -> None:
-    what, ended = served(model), []
-    admission, listener = Admission(what.probe()), listen("127.0.0.1", 0, None)
+def test_a_client_that_does_not_read_is_disconnected(model: Path) -> None:
+    ended: list[bool] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -104,8 +101,7 @@ def test_a_client_that_does_not_read_is_disconnected(held: Held, model: Path) ->
                 await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
         ended.append(True)
 
-    with (listening(listener, app, admission, ConnectionLimits(read_s=0.01)),
-          connect(url_of(listener), HEAD + b"\r\n")):
+    with limited(model, app, read_s=0.01) as url, connect(url, HEAD + b"\r\n"):
         until(lambda: bool(ended))
 
 

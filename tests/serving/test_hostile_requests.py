@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import select
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from kits.http_server import NAME, Held, Running, ask, post, running, served
-from kits.json_schemas import chain, hostile_schemas, hostile_templates
+from kits.json_schemas import chain, hostile_schemas
 from kits.process_clusters import until
 
 from flowspec_edge.model.untrusted.processes import LimitedProcesses
@@ -130,44 +128,3 @@ def test_many_hostile_schemas(held: Held, model: Path, count: int) -> None:
         assert set(found) <= {200, 400, 413}
         assert 200 in found
         assert ask(server, "x").usage.completion_tokens == 6
-
-
-@pytest.mark.soak
-def test_many_hostile_templates(held: Held, model: Path, tmp_path: Path) -> None:
-    for number, template in enumerate(hostile_templates(330)):
-        file = tmp_path / f"{number}.jinja"
-        file.write_text(template, encoding="utf-8", errors="replace")
-        with serving(held, model, str(file)) as (server, _):
-            answer = server.http.post("/v1/chat/completions", timeout=120, json={
-                "model": NAME, "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]})
-            assert answer.status_code in (200, 400), (template[:200], answer.text[:200])
-
-
-def test_the_queue_before_the_threads_is_bounded_and_fair(held: Held, model: Path, tmp_path: Path) -> None:
-    what = served(model)
-    begun, may_end = threading.Event(), threading.Event()
-    original = type(what.tokenizer).encode
-
-    class Waiting(type(what.tokenizer)):  # type: ignore[misc]
-        def encode(self, text: str, special: bool = True) -> list[int]:
-            if text == "slow":
-                begun.set()
-                assert may_end.wait(60)
-            return original(self, text, special)
-
-    tokenizer = Waiting(what.model, "vicuna")
-    with (running(replace(what, tokenizer=tokenizer), held, capacity=64) as server,
-          ThreadPoolExecutor(40) as pool):
-        def one(caller: str, prompt: str = "slow") -> int:
-            answer = server.http.post("/v1/completions", timeout=60, json={
-                "model": NAME, "prompt": prompt, "max_tokens": 1, "user": caller})
-            if answer.status_code == 429:
-                assert int(answer.headers["retry-after"]) >= 1
-            return int(answer.status_code)
-
-        many = [pool.submit(one, "greedy") for _ in range(35)]
-        assert begun.wait(60)
-        until(lambda: any(done.done() for done in many))  # those above the bound
-        assert one("modest", "x") == 200
-        may_end.set()
-        assert sorted({done.result() for done in many}) == [200, 429]

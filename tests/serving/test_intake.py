@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import openai
@@ -15,13 +16,8 @@ from kits.process_clusters import PATIENCE, until
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.serving import app as app_module
 from flowspec_edge.serving.intake import MAX_BODY_BYTES, Intake
-from flowspec_edge.serving.openai.prepare import ServedModel
 
-LONG = "a" * (MAX_BODY_BYTES - 1000)
-
-
-def with_tokenizer(what: ServedModel, tokenizer: Tokenizer) -> ServedModel:
-    return ServedModel(what.model, tokenizer, what.name, what.strategy, what.strategies, what.params, 24)
+LONG, SLOW = "a" * (MAX_BODY_BYTES - 1000), "def f(x):"
 
 
 class Counting(Tokenizer):
@@ -33,15 +29,16 @@ class Counting(Tokenizer):
 
 
 class Waiting(Tokenizer):
-    """Takes a while: until another client has been answered."""
+    """Takes a while for f's definition: until another client has been answered."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
         self.begun, self.may_end = threading.Event(), threading.Event()
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        self.begun.set()
-        assert self.may_end.wait(PATIENCE)
+        if text == SLOW:
+            self.begun.set()
+            assert self.may_end.wait(PATIENCE)
         return super().encode(text, special)
 
 
@@ -49,7 +46,7 @@ class Waiting(Tokenizer):
 def test_a_prompt_that_cannot_fit_is_not_tokenised(held: Held, model: Path) -> None:
     what = served(model)
     tokenizer = Counting(what.model, "vicuna")
-    with running(with_tokenizer(what, tokenizer), held) as server:
+    with running(replace(what, tokenizer=tokenizer), held) as server:
         tokenizer.calls = 0
         for body in ({"prompt": LONG}, {"prompt": [1] * 100_000}):
             with pytest.raises(openai.BadRequestError, match="context is 2048 tokens here") as caught:
@@ -61,19 +58,39 @@ def test_a_prompt_that_cannot_fit_is_not_tokenised(held: Held, model: Path) -> N
                 server.client.chat.completions.create(model=NAME, messages=messages)  # type: ignore[arg-type]
             assert caught.value.code == "context_length_exceeded"
         assert tokenizer.calls == 0
-        assert ask(server, "def f(x):").usage.prompt_tokens == 9
+        assert ask(server, SLOW).usage.prompt_tokens == 9
 
 
 def test_other_clients_are_served_while_a_prompt_is_tokenised(held: Held, model: Path) -> None:
     what = served(model)
     tokenizer = Waiting(what.model, "vicuna")
-    with running(with_tokenizer(what, tokenizer), held) as server, ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(ask, server, "def f(x):")
+    with running(replace(what, tokenizer=tokenizer), held) as server, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(ask, server, SLOW)
         assert tokenizer.begun.wait(PATIENCE)
         assert server.ready() == (200, "")
         assert not slow.done()
         tokenizer.may_end.set()
         assert slow.result().usage.prompt_tokens == 9
+
+
+def test_the_queue_before_the_threads_is_bounded_and_fair(held: Held, model: Path) -> None:
+    what = served(model)
+    tokenizer = Waiting(what.model, "vicuna")
+    with (running(replace(what, tokenizer=tokenizer), held, capacity=64) as server,
+          ThreadPoolExecutor(40) as pool):
+        def one(caller: str, prompt: str = SLOW) -> int:
+            answer = server.http.post("/v1/completions", json={
+                "model": NAME, "prompt": prompt, "max_tokens": 1, "user": caller})
+            if answer.status_code == 429:
+                assert int(answer.headers["retry-after"]) >= 1
+            return int(answer.status_code)
+
+        many = [pool.submit(one, "greedy") for _ in range(35)]
+        assert tokenizer.begun.wait(PATIENCE)
+        until(lambda: any(done.done() for done in many))  # those above the bound
+        assert one("modest", "x") == 200
+        tokenizer.may_end.set()
+        assert sorted({done.result() for done in many}) == [200, 429]
 
 
 def test_bodies_together_are_bounded(held: Held, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

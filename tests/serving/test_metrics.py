@@ -18,7 +18,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from flowspec_edge.d0.observer import Observers
-from flowspec_edge.d0.run_events import DrafterLoaded, HeartbeatArrived, MessagesDropped, StagesBack, StagesLost
+from flowspec_edge.d0.run_events import DrafterLoaded, HeartbeatArrived, MessagesDropped, StagesLost
 from flowspec_edge.drivers.observe.system_stats import SystemStats
 from flowspec_edge.drivers.processes.clusters import open_cluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
@@ -135,11 +135,12 @@ def test_counters_agree_with_what_the_clients_got(server: Running) -> None:
 
 
 def test_a_client_that_goes_away_is_counted_as_one(server: Running) -> None:
+    gone = ("flowspec_requests_total", frozenset({("path", "/v1/completions"), ("outcome", "client_gone")}))
+    before = read(server).samples.get(gone, 0)
     with server.client.completions.create(model=NAME, prompt="x", max_tokens=1500, stream=True) as stream:
         next(iter(stream))
     server.records.wait(CLIENT_CLOSED_REQUEST)
-    gone = ("flowspec_requests_total", frozenset({("path", "/v1/completions"), ("outcome", "client_gone")}))
-    until(lambda: read(server).samples.get(gone) == 1)
+    until(lambda: read(server).samples.get(gone) == before + 1)
 
 
 def test_names_and_types_are_prometheus_own(server: Running) -> None:
@@ -175,10 +176,6 @@ def test_promtool_has_nothing_to_say(server: Running) -> None:
     done = subprocess.run(["promtool", "check", "metrics"], input=server.http.get("/metrics").content,
                           capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
-
-
-def test_the_key_is_needed(server: Running) -> None:
-    assert server.http.get("/metrics", headers={"authorization": "Bearer other"}).status_code == 401
 
 
 def beat(stage: int, since: int, **counters: float) -> Heartbeat:
@@ -229,16 +226,13 @@ def test_dropped_messages_are_counted_by_device_and_reason() -> None:
         "D0": [2, 1, 7], "V1": [3, 2, 6], "V2": [0, 0, 0]}
 
 
-def test_losses_and_endings_are_told_apart() -> None:
+def test_endings_are_told_apart() -> None:
     metrics = Metrics(STAGES, dict, {})
-    metrics.observe(StagesLost(1.0, "V2 is gone"))
-    metrics.observe(StagesBack(2.0))
     ends = ((200, "stop"), (200, "length"), (400, None), (429, None), (503, None), (500, None))
     for status, finish in ends:
         metrics.request_ended(AccessRecord("/v1/completions", status=status, finish=finish))
     page, _ = metrics.page("", Readiness(True, "", 0, 0, None))
     told = Read(page.decode())
-    assert (told("losses_total"), told("recoveries_total")) == (1, 1)
     for outcome in ("stop", "length", "refused", "queue_full", "unavailable", "failed"):
         assert told("requests_total", path="/v1/completions", outcome=outcome) == 1
 
@@ -276,13 +270,6 @@ def test_tokens_are_counted_while_they_come(server: Running) -> None:
             assert 0 < page("requests_fairness_ratio") <= 1
     until(lambda: read(server)("requests_running") == 0)
     assert not read(server).total("requests_fairness_ratio")
-
-
-def test_the_log_tells_joules_where_they_were_measured() -> None:
-    record = AccessRecord("/v1/completions", id="a", prompt_tokens=3, completion_tokens=2, finish="length")
-    assert str(record) == "/v1/completions 200 a: 3 + 2 tokens in 0.00 s, length"
-    record.energy_j = 12.34
-    assert str(record) == "/v1/completions 200 a: 3 + 2 tokens in 0.00 s, 12.3 J, length"
 
 
 def test_d0_says_for_how_many_rows_its_draft_passes_are_graphs() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -13,14 +12,11 @@ from typing import Any
 import openai
 import pytest
 from kits.http_server import NAME, Held, Running, running, served
+from kits.plain_answers import plain_text
 from kits.process_clusters import PATIENCE, alive, until
-from transformers import AutoTokenizer
 
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.errors import PeerLost, RequestFailed
-from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.opened import OpenModel
-from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.serving.admission import Admission, ClusterUnavailable
 
 PROMPT = "def f(x): return"
@@ -30,19 +26,12 @@ def stream(server: Running, tokens: int) -> Any:
     return server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=tokens, stream=True)
 
 
-def plain_text(model: Path, plain: PlainDecoder, tokens: int) -> str:
-    tokenizer = AutoTokenizer.from_pretrained(model / "target")
-    new, _ = plain.generate(tokenizer(PROMPT)["input_ids"], tokens, Sampling(), OpenModel(model).stop_ids)
-    return str(tokenizer.decode(new))
-
-
 def text_of(chunks: Any) -> str:
     return "".join(chunk.choices[0].text for chunk in chunks)
 
 
-def test_after_a_killed_stage_ready_waits_for_a_token(
-        processes: ProcessCluster, model: Path, plain: PlainDecoder) -> None:
-    held = Held(processes)
+def test_after_a_killed_stage_ready_waits_for_a_token(processes: ProcessCluster, model: Path) -> None:
+    held, text = Held(processes), plain_text(model, PROMPT, 20)
     with running(served(model), held) as server, ThreadPoolExecutor(1) as pool:
         assert server.ready() == (200, "")
         held.may_go.clear()
@@ -65,15 +54,16 @@ def test_after_a_killed_stage_ready_waits_for_a_token(
         assert refused.value.response.status_code == 503
         assert int(refused.value.response.headers["retry-after"]) > 0
         held.may_start.set()  # a new cluster may come up
-        assert waits.result(PATIENCE) == plain_text(model, plain, 20)
+        assert waits.result(PATIENCE) == text
         assert server.ready() == (200, "")
-        assert text_of(stream(server, 20)) == plain_text(model, plain, 20)
+        assert text_of(stream(server, 20)) == text
     assert not any(map(alive, pids))
 
 
 def test_without_requests_tokens_come_now_and_then(held: Held, model: Path) -> None:
     with running(served(model), held, recent_s=0.2) as server:
         until(lambda: len(held.ends) >= 4)
+        assert server.http.get("/ready").json()["token_age_s"] >= 0
         assert {request.max_new_tokens for request in held.started} == {1}
         assert server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=2).choices[0].text
 
@@ -118,8 +108,9 @@ def test_a_fault_of_ours_is_not_shown_to_clients(held: Held, model: Path,
     assert "with secrets in it" in caplog.text
 
 
-def test_nothing_is_taken_before_the_first_token(held: Held, model: Path) -> None:
-    admission, ready = Admission(served(model).probe()), threading.Event()
+def test_ready_is_a_token_that_came_and_not_long_ago(held: Held, model: Path) -> None:
+    now, ready = [100.0], threading.Event()
+    admission = Admission(served(model).probe(), recent_s=60, clock=lambda: now[0])
     held.may_start.clear()
     owner = threading.Thread(target=admission.run, args=(held, ready.set))
     owner.start()
@@ -130,29 +121,10 @@ def test_nothing_is_taken_before_the_first_token(held: Held, model: Path) -> Non
         admission.submit(served(model).probe(), "me", print)
     held.may_start.set()
     assert ready.wait(PATIENCE)
-    assert admission.readiness().ready
-    admission.close()
-    owner.join(PATIENCE)
-    assert not owner.is_alive()
-
-
-def test_a_token_of_long_ago_shows_nothing(held: Held, model: Path) -> None:
-    now = [100.0]
-    admission = Admission(served(model).probe(), recent_s=60, clock=lambda: now[0])
-    ready = threading.Event()
-    owner = threading.Thread(target=admission.run, args=(held, ready.set))
-    owner.start()
-    assert ready.wait(PATIENCE)
     now[0] += 59
     assert admission.readiness().ready
     now[0] += 2
     assert admission.readiness().reason == "no token for 61 s"
     admission.close()
     owner.join(PATIENCE)
-
-
-def test_the_answer_of_ready_says_why(held: Held, model: Path) -> None:
-    with running(served(model), held) as server:
-        body = json.loads(server.http.get("/ready").text)
-        assert (body["ready"], body["reason"], body["waiting"]) == (True, None, 0)
-        assert body["token_age_s"] >= 0
+    assert not owner.is_alive()

@@ -17,18 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kits.hypothesis_examples import examples
 from kits.session_messages import VOCAB, stories
-from kits.stage_schedules import LAYERS, SLOTS, STAGES, Control, Step, passed_on, passes, places, play
-from kits.stages import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through, windowed
-from kits.tiny_models import tiny_llama
+from kits.stage_schedules import SLOTS, STAGES, Control, Step, passed_on, passes, places, play
+from kits.stages import engines, windowed
 
 from flowspec_edge.messages import Cancel, Close, Open, Output, Segment
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import Shard, load_shard
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("llama"), layers=LAYERS, hidden=32, vocab=VOCAB)
 
 
 @pytest.fixture(scope="module", params=["full", "windows"])
@@ -121,26 +115,6 @@ def test_every_session_gets_what_it_gets_alone(shards: list[Shard], data: st.Dat
                 torch.testing.assert_close(mine.rows(), its.rows(), atol=1e-5, rtol=1e-4)
                 assert together.counters_of(session) == single.counters_of(session)
         steps, after = passed_on(steps, played)
-
-
-def test_each_has_its_own_text_cache_and_counters(model: Path) -> None:
-    oracle = Oracle(model)
-    [engine] = engines(model, 1, capacity=32)
-    books = {1: Book(1), 2: Book(2)}
-    engine.open(Open(2, 0, 48, concurrent=(1,)))
-    texts = {session: random_tokens(9, VOCAB, seed=session) for session in books}
-    for part in (slice(0, 4), slice(4, 9)):
-        for session, book in books.items():
-            assert_rows(through([engine], book.text(texts[session][part]))[1], book, oracle)
-    assert engine.sessions == (1, 2)
-    assert [engine.cached(session) for session in books] == [9, 9]
-    assert engine.counters_of(1)["rows"] == engine.counters_of(2)["rows"] == 9
-    assert engine.counters["rows"] == 18
-    assert engine.cache_bytes == (32 + 48) * LAYERS * 2 * 2 * 8 * 4
-    engine.close(Close(1))
-    assert engine.counters["rows"] == 18
-    assert engine.cached(1) == 0
-    assert_cache(engine, books[2], oracle)
 
 
 def test_a_session_that_an_open_does_not_name_is_dropped(model: Path) -> None:

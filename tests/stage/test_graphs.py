@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from kits.family_checkpoints import FAMILIES, family_model
-from kits.graph_recorder import Recording, record, recorded
+from kits.graph_recorder import record, recorded
 from kits.session_messages import VOCAB
 from kits.sharded_models import cut
 from kits.stages import Book, Oracle, assert_rows, engines, random_tokens, through
-from kits.tiny_models import tiny_llama, tiny_model
+from kits.tiny_models import tiny_model
 from kits.torch_devices import needs_cuda
 
 from flowspec_edge.messages import Open
@@ -133,18 +133,6 @@ def test_what_cannot_be_recorded_runs_as_before(model: Path, error: Exception) -
     assert_rows(through([engine], book.text(random_tokens(9, VOCAB, seed=1)))[1], book, oracle)
 
 
-def test_a_piece_knows_no_place(model: Path) -> None:
-    """The operations between two layers' attention are the same wherever the rows are in the text."""
-    engine, found = prepared(model), []
-    for text in (3, 300):
-        engine.open(Open(1, text, 600))
-        through([engine], (book := Book(epoch=text)).text(random_tokens(text, VOCAB, seed=text)))
-        with Recording() as calls:
-            through([engine], book.text(random_tokens(16, VOCAB, seed=9)))
-        found.append(calls.names())
-    assert found[0] == found[1]
-
-
 @needs_cuda
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_graphs_of_cuda(model: Path, dtype: str) -> None:
@@ -153,8 +141,3 @@ def test_graphs_of_cuda(model: Path, dtype: str) -> None:
     warm_up(engine)
     choice = choose_graphs(engine, CudaRecorder(shard.device), Clock(2.0, 1.0))
     assert (sorted(engine.graphs), choice.reason) == ([16, 32, 48, 64], "")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("llama"), layers=4, hidden=32, vocab=VOCAB)

@@ -26,7 +26,6 @@ from kits.stages import (
     through,
     windowed,
 )
-from kits.tiny_models import tiny_llama
 
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Close, Open, Output, Segment
@@ -37,11 +36,6 @@ from flowspec_edge.stage.shard import Shard, load_shard
 
 ROW = LAYERS * 2 * 2 * 8 * 4  # bytes: layers, key and value, kv heads, head_dim, fp32
 TEXT = random_tokens(9, VOCAB, seed=5)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("llama"), layers=LAYERS, hidden=32, vocab=VOCAB)
 
 
 @pytest.fixture(scope="module", params=["one by one", "recorded", "windows", "recurrent"])
@@ -192,25 +186,3 @@ def test_a_session_has_room_for_the_rows_it_begins_with(model: Path) -> None:
         engine.open(Open(3, 0, 5, parent_session=2, rows=6))
     engine.open(Open(4, 0, rows))  # all of them are free again
     assert engine.cache_rows == rows
-
-
-def test_hints_about_former_numbers_do_not_reach_the_rows(model: Path) -> None:
-    """Numbers belong to a session: kept rows become 0, 1, …"""
-    oracle = Oracle(model)
-    [engine] = engines(model, 1)
-    book = Book(2)
-    engine.open(Open(2, 0, 32))
-    through([engine], book.text(TEXT[:4]))
-    book.builder.skip_prune()
-    root = book.committed[-1]
-    book.add(7, root)
-    wanted = book.add(TEXT[4], root)
-    through([engine], book.builder.seal())
-    book.commit(wanted)
-    prune = book.prune()
-    engine.close(Close(2, tuple(book.committed)))
-    engine.prune(prune)  # late
-    engine.open(Open(3, 0, 32, parent_session=2, rows=5))
-    again = Book(3, kept=tuple(TEXT[:5]))
-    assert_cache(engine, again, oracle)
-    assert_rows(through([engine], again.text(TEXT[5:]))[1], again, oracle)

@@ -75,6 +75,7 @@ def launches_of(shard: Shard, graphs: bool = False) -> Counter[str]:
         assert result.hidden is not None
         assert np.isfinite(result.hidden.array.astype(np.float32)).all()
         assert {event.name for event in log.waits} <= {"event"}, log.waits
+        assert max(event.nbytes for event in log.of("download")) == result.hidden.array.nbytes
     return log.launches
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from kits.stages import Book, engines
-from kits.tiny_models import tiny_llama
 from kits.torch_devices import needs_cuda
 
 from flowspec_edge.errors import FlowspecError
@@ -29,11 +28,6 @@ def failing(error: Exception) -> object:
         raise error
 
     return fail
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("llama"), layers=2, hidden=32)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -70,7 +64,7 @@ def test_a_real_allocation_that_fails() -> None:
 @pytest.mark.parametrize("rows", [1 << 40, 1 << 58])
 def test_an_open_says_how_much_it_wanted(rows: int, model: Path) -> None:
     (engine,) = engines(model, 1)
-    wanted = 2 * 2 * rows * 2 * 8 * 4  # layers, keys and values, rows, heads, head_dim, bytes
+    wanted = 4 * 2 * rows * 2 * 8 * 4  # layers, keys and values, rows, heads, head_dim, bytes
     with pytest.raises(FlowspecError, match=rf"^no memory for a KV cache of {rows} rows "
                                             rf"\({wanted / 1e6:.0f} MB\): lower the limits"):
         engine.open(Open(2, 0, rows))

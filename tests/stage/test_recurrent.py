@@ -11,11 +11,11 @@ import pytest
 import torch
 from kits.family_checkpoints import VOCAB, family_model
 from kits.sharded_models import cut
-from kits.stages import Book, Oracle, assert_rows, engines, random_tokens, through
+from kits.stages import Book, Oracle, engines, random_tokens, through
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flowspec_edge.errors import ProtocolError, UsageError
+from flowspec_edge.errors import ProtocolError
 from flowspec_edge.lab.plain import load_reference_model
 from flowspec_edge.messages import Close, Open
 from flowspec_edge.model.config import cache_values, load_config
@@ -127,16 +127,6 @@ def state_memory(engine: StageEngine) -> int:
     return sum(arena.nbytes for arena in engine._memory.arenas.values() if isinstance(arena, RecurrentArena))
 
 
-def test_a_restarted_session_computes_the_text_again(dense: Path) -> None:
-    oracle, chain, text = Oracle(dense), engines(dense, 2, capacity=64), random_tokens(30, VOCAB, seed=3)
-    through(chain, Book().text(text[:20]))
-    for engine in chain:
-        engine.open(Open(1, 1, 64))
-    book = Book(epoch=1)
-    assert_rows(through(chain, book.text(text[:20]))[1], book, oracle)
-    assert_rows(through(chain, book.text(text[20:]))[1], book, oracle)
-
-
 def test_a_text_that_begins_at_a_snapshot(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory does not grow with the text, and a session that shares its beginning goes on from a snapshot."""
     monkeypatch.setattr(recurrent, "GRID", 32)
@@ -164,16 +154,3 @@ def engine_parts(engine: StageEngine) -> list[RecurrentCache]:
     cache = engine.cache_of(1)
     assert cache is not None
     return [part for part in cache.parts if isinstance(part, RecurrentCache)]
-
-
-@pytest.mark.parametrize(("extra", "says"), [
-    ({"linear_num_value_heads": 5}, "5 heads of recurrent layers cannot share 2 key heads evenly"),
-    ({"hidden_act": "gelu"}, "the convolution's activation is silu, not 'gelu'"),
-    ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim must be a whole number from 1"),
-])
-def test_configurations_that_are_refused(dense: Path, tmp_path: Path, extra: dict[str, object], says: str
-                                         ) -> None:
-    config = json.loads((dense / "config.json").read_text()) | extra
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match=says):
-        load_config(tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from kits.family_checkpoints import VOCAB, family_model
 from kits.sharded_models import cut
 from kits.stages import Book, Oracle, assert_cache, assert_rows, random_tokens, through
@@ -97,19 +96,3 @@ def test_a_snapshot_of_what_is_gone_is_refused(model: Path) -> None:
         engine.open(Open(2, 0, ROWS, tentative=CHUNK, parent_session=1, rows=30, snapshot=29))
     assert engine.retained == {}
     assert engine.sessions == ()
-
-
-@torch.inference_mode()
-def test_rows_far_in_number_are_near_in_position(model: Path, oracle: Oracle) -> None:
-    """The children of one row, as many as the window is wide, are all a position behind it."""
-    engine, book = StageEngine(load_shard(model, 0, 1, "fp32")), Book()
-    engine.open(Open(1, 0, 128))
-    through([engine], book.text(random_tokens(20, VOCAB, seed=1)))
-    children = [book.add(token, book.committed[-1]) for token in range(1, 2 * WINDOW)]
-    last = children[-1]
-    for token in range(WINDOW):
-        last = book.add(token, last)
-    assert_rows(through([engine], book.builder.seal())[1], book, oracle)
-    book.commit(children[-1])
-    book.add(9, children[-1])
-    assert_rows(through([engine], book.builder.seal())[1], book, oracle)

@@ -73,18 +73,6 @@ def test_pearls_block_is_as_long_as_what_is_known() -> None:
     assert tokens(d0.send()) == [C]
 
 
-def test_pearl_sends_the_root_of_an_empty_block() -> None:
-    """The pre-verification found the only token that was known: its successor is still to be found."""
-    d0 = Device0("pearl", pearl_gamma=4)
-    root = d0.send()
-    answer(d0, {ROOT: [(A, 0.9)]})
-    answer(d0, {})
-    assert d0.back(root, A) == [(A, True)]
-    block = d0.send()
-    assert tokens(block) == [A]
-    assert d0.back(block, B) == [(B, False)]
-
-
 def test_pipeinfer_sends_a_batch_that_could_not_be_filled() -> None:
     d0 = Device0("pipeinfer", pipeinfer_tokens=4)
     d0.send()

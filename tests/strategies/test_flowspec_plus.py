@@ -46,40 +46,7 @@ def test_the_likeliest_are_sent_whatever_their_depth() -> None:
     assert ROOT not in d0.layer()
 
 
-def test_no_node_is_sent_twice() -> None:
-    d0 = drafted(segment=4)
-    sent: list[int] = []
-    while layer := d0.layer():
-        sent += layer
-    assert {A, B, C} <= set(sent)
-    assert len(set(sent)) == len(sent)
-
-
-def test_rows_know_their_parents() -> None:
-    """What a row sees: itself, and all rows between it and the root."""
-    d0 = drafted(segment=3)
-    parents = d0.builder._parents
-    segment = d0.send()
-    a, c, b = segment.numbers.tolist()
-    assert [parents[n] for n in (a, c, b)] == [1, a, 1]  # 1: the root's
-    assert segment.positions.tolist() == [2, 3, 2]
-
-
 # ---- what is drafted -----------------------------------------------------------------------------
-
-
-def test_the_root_is_drafted_first_and_alone() -> None:
-    d0 = Device0("flowspec_plus")
-    assert d0.asked() == [ROOT]
-
-
-def test_likely_nodes_are_drafted_first_at_any_depth() -> None:
-    d0 = Device0("flowspec_plus", plus_width=1)
-    d0.draft({ROOT: [(A, 0.9), (B, 0.08)]})
-    d0.draft({A: [(C, 0.9), (D, 0.05)]})
-    d0.draft({C: [(E, 0.5)]})
-    d0.draft({E: [(F, 0.1)]})  # .405
-    assert d0.asked() == [B]  # .08; F has .04
 
 
 def test_a_pass_takes_as_many_as_it_may() -> None:
@@ -101,16 +68,6 @@ def test_far_less_likely_nodes_are_not_drafted(segment: int, expected: list[int]
     d0.draft({A: [(C, 0.6), (D, 0.2), (E, 0.05)], B: [(F, 0.15)]})
     d0.send()
     assert d0.asked() == expected
-
-
-def test_a_request_names_parents_and_positions() -> None:
-    d0 = Device0("flowspec_plus", plus_width=2)
-    d0.draft(LIKELY)
-    request = d0.strategy.next_draft()
-    assert request is not None
-    a, b = request.nodes
-    assert (a.token, a.parent, a.position) == (A, request.root, 2)
-    assert (b.token, b.parent, b.position) == (B, request.root, 2)
 
 
 # ---- what comes back -----------------------------------------------------------------------------

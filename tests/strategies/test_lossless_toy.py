@@ -66,6 +66,7 @@ class ToyDrafter:
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
         self.text: list[int] = []
         self.paths: dict[int, tuple[int, ...]] = {}
+        self.positions: dict[int, int] = {}
 
     def commit(self, tokens: list[int], features: torch.Tensor | None, rows: list[int] = ()) -> None:
         self.text += tokens
@@ -85,7 +86,9 @@ class ToyDrafter:
                 assert node.position == len(self.text) - 1
             else:
                 path = (*self._path(node.parent, request.root), node.token)
+                assert node.position == self.positions[node.parent] + 1
             self.paths[node.id] = path
+            self.positions[node.id] = node.position
             rng = np.random.default_rng([7, len(self.text), *path])
             order = rng.permutation(VOCABULARY)[: request.children]
             truth = toy_next((*self.text, *path))

@@ -20,12 +20,12 @@ _NAME = "strict_cuda"
 
 
 def why_not() -> str:
-    """Why it cannot be built here; empty if it can, or has been."""
+    """Return why the extension cannot be built here; empty if it can, or has been."""
     return "" if _built().exists() or shutil.which("g++") else "the strict device needs g++ to be built"
 
 
 def extension() -> ModuleType:
-    """The extension, built unless it has been: for this PyTorch, and from these sources."""
+    """Return the extension, built unless it has been: for this PyTorch, and from these sources."""
     built = _built()
     if not built.exists():
         built.parent.mkdir(parents=True, exist_ok=True)

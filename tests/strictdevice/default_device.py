@@ -1,5 +1,8 @@
-"""A plugin of pytest, ``-p strictdevice.default_device``: what the package computes on the CPU unless it is
-told otherwise, it computes on the strict device.  So tests that name no device run the CUDA branches."""
+"""A plugin of pytest, ``-p strictdevice.default_device``, for tests that name no device.
+
+What the package computes on the CPU unless it is told otherwise, it computes on the strict device.  So these tests
+run the CUDA branches.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _TOTAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # shared with
 
 
 class Stream:
-    """The only one."""
+    """The only stream of the strict device."""
 
     device = None
 
@@ -36,7 +36,7 @@ class Stream:
 
 
 class Event:
-    """Copies that were queued before it was recorded are there once it has been waited for."""
+    """An event: copies that were queued before it was recorded are there once it has been waited for."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self._ticket = -1
@@ -73,7 +73,10 @@ def _wait(name: str, until: int | None = None) -> None:
 
 
 def install() -> None:
-    """Idempotent, and before anything is computed; needs a CPU build of PyTorch."""
+    """Put the strict device in the place of a GPU, once, before anything is computed.
+
+    Calls after the first do nothing.  Needs a CPU build of PyTorch.
+    """
     if log.extension is not None:
         return
     if torch.backends.cuda.is_built():
@@ -84,7 +87,7 @@ def install() -> None:
 
 
 def _describe(extension: Any) -> None:
-    """``torch.cuda`` describes one Orin."""
+    """Have ``torch.cuda`` describe one Orin."""
     only, generator = Stream(), torch.default_generator
     facts = SimpleNamespace(name="strict device", major=CAPABILITY[0], minor=CAPABILITY[1],
                             total_memory=_TOTAL, is_integrated=True, multi_processor_count=8)

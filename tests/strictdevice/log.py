@@ -58,7 +58,7 @@ class Log:
 
 @dataclass
 class Allocations(Log):
-    """Allocations of device memory, temporary ones among them; in bytes, once the block is left:
+    """The allocations of device memory, temporary ones among them; in bytes, once the block is left.
 
     kept  by how much the memory in use has grown (negative: shrunk)
     peak  by how much it had grown at most
@@ -101,7 +101,7 @@ def allocations() -> Iterator[Allocations]:
 
 
 def tell(kind: str, name: str, nbytes: int = 0) -> None:
-    """The extension's listener."""
+    """Add an event of the extension, whose listener this is, to the open logs."""
     if _open:
         event = Event(kind, name, nbytes, *_cause())
         for log in _open:
@@ -115,7 +115,7 @@ def device() -> ModuleType:
 
 
 def _cause() -> tuple[str, str]:
-    """``place`` and ``trail`` of an event."""
+    """Return the ``place`` and ``trail`` of an event."""
     package = sys.modules.get("flowspec_edge")
     if package is None or package.__file__ is None:
         return "", ""

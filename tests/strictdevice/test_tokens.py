@@ -11,9 +11,11 @@ from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
+from strictdevice import counting
 
 SAMPLINGS = {"greedy": Sampling(), "T=1": Sampling(1.0, seed=1), "top-p": Sampling(1.0, top_p=0.9, seed=1),
              "top-k top-p": Sampling(0.8, 50, 0.9, seed=2)}
+LOGITS = 4 * 4096  # bytes of a row of the demonstration's vocabulary in float32
 pytestmark = pytest.mark.strict
 
 
@@ -22,9 +24,12 @@ pytestmark = pytest.mark.strict
 def test_tokens_are_the_cpus(cpu: VirtualCluster, cuda: VirtualCluster, prompt: list[int], strategy: str,
                              sampling: Sampling) -> None:
     request = Request(prompt, strategy, 16, sampling)
-    found = cuda.generate(request).tokens
+    with counting() as log:
+        found = cuda.generate(request).tokens
     assert found == cpu.generate(request).tokens
     assert len(found) == 16
+    if sampling.greedy:  # sampled, the sampler looks at the row of a tie
+        assert all(event.nbytes < LOGITS for event in log.of("download, waits")), "logits came down"
 
 
 @pytest.fixture(scope="module")

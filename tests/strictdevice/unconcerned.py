@@ -25,13 +25,13 @@ TENSORS = re.compile(r"^\s*(import|from) (torch\b|kits\.torch_devices\b|strictde
 
 
 def git(tree: Path, *arguments: str) -> str | None:
-    """What git prints; None if it fails."""
+    """Return what git prints; None if it fails."""
     done = subprocess.run(["git", "-c", "core.quotePath=false", *arguments], cwd=tree, capture_output=True, check=False)
     return None if done.returncode else done.stdout.decode(errors="replace")
 
 
 def base(tree: Path) -> str | None:
-    """The commit with which ``tree`` is compared; None if there is none."""
+    """Return the commit with which ``tree`` is compared; None if there is none."""
     head = git(tree, "rev-parse", "HEAD")
     for main in ("origin/main", "main"):
         left = git(tree, "merge-base", "HEAD", main)
@@ -55,7 +55,7 @@ def protected(tree: Path, commit: str, path: str) -> bool:
 
 
 def judged(tree: Path) -> tuple[bool, str]:
-    """Whether the tests may be left out, and one line that says why."""
+    """Return whether the tests may be left out, and one line that says why."""
     commit = base(tree)
     if commit is None:
         return False, "make test-strict runs: the history here does not say what has changed"

@@ -10,12 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 from kits import network_beds
+from kits.process_clusters import until
 
 from flowspec_edge.errors import PeerLost
 from flowspec_edge.lab.links.namespaces import NetnsTestbed
@@ -184,13 +185,6 @@ def test_the_kernel_watches_both_ends_of_every_connection(pairs: list[KeyPair], 
         assert watched == 2
 
 
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)  # between two looks, up to the deadline
-
-
 @network_beds.needs_netns
 @pytest.mark.slow
 @pytest.mark.parametrize("writes", [False, True], ids=["idle", "data under way"])
@@ -210,7 +204,7 @@ def test_a_peer_whose_cable_is_out_is_noticed_and_found_again(writes: bool) -> N
             plug("down")
             if writes:
                 link.send(Close(1))
-            until(link.disconnected_for)
+            until(lambda: link.disconnected_for() > 0)
             plug("up")
             until(lambda: not link.disconnected_for())
             assert link.send(Close(2))

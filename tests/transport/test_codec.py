@@ -1,4 +1,4 @@
-"""The codec against its own inverse, and against bytes that no peer of ours would send."""
+"""The codec against its own inverse, and against bytes that no peer of ours would send; damaged frames: tests/fuzz."""
 
 from __future__ import annotations
 
@@ -126,13 +126,6 @@ def test_what_is_decoded_is_what_was_encoded(message: m.Message) -> None:
     assert plain(decode(frames)) == plain(message)
 
 
-@settings(deadline=None)
-@given(st.lists(st.binary(max_size=80), max_size=4))
-def test_random_bytes_are_protocol_errors(frames: list[bytes]) -> None:
-    with pytest.raises(ProtocolError):
-        decode(frames)
-
-
 @pytest.mark.parametrize("sessions", [(), (1,), (1, 1), range(1, m.MAX_BATCH + 2)])
 def test_a_batch_has_several_sessions_once_each(sessions: Sequence[int]) -> None:
     none = np.empty(0, np.int32)
@@ -155,27 +148,6 @@ def test_a_batch_has_segments_or_outputs_alone(parts: tuple[m.Message, ...]) -> 
              for part in parts]
     with pytest.raises(ProtocolError, match="it has segments or outputs, not"):
         decode([msgpack.packb(["Batch", "", [1] * len(parts), b""]), *inner])
-
-
-@examples(150, quick=30)
-@given(messages, st.data())
-def test_damaged_frames_are_messages_or_protocol_errors(message: m.Message, data: st.DataObject) -> None:
-    frames = frames_of(message)
-    which = data.draw(st.integers(0, len(frames) - 1))
-    frame = bytearray(frames[which])
-    match data.draw(st.sampled_from(["flip", "cut", "grow", "drop", "repeat"])):
-        case "flip" if frame:
-            frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
-            frames[which] = bytes(frame)
-        case "cut":
-            frames[which] = bytes(frame[: data.draw(st.integers(0, len(frame)))])
-        case "grow":
-            frames[which] = bytes(frame) + data.draw(st.binary(min_size=1, max_size=5))
-        case "drop":
-            del frames[which]
-        case "repeat":
-            frames.insert(which, bytes(frame))
-    message_or_error(frames)
 
 
 values = st.recursive(
@@ -367,13 +339,6 @@ def test_a_header_of_many_small_maps_takes_no_memory() -> None:
     assert most < 2e6
 
 
-def test_a_text_with_bytes_that_are_no_utf8_can_be_sent() -> None:
-    decoded = decode(encode(m.Failed("v1", 1, "no \udcff file")))
-    assert isinstance(decoded, m.Failed)
-    assert decoded.cause == "no ? file"
-
-
-def test_long_texts_are_cut() -> None:
-    decoded = decode(encode(m.Failed("v1", 1, "x" * 10_000)))
-    assert isinstance(decoded, m.Failed)
-    assert decoded.cause == "x" * MAX_TEXT
+@pytest.mark.parametrize(("cause", "received"), [("no \udcff file", "no ? file"), ("x" * 10_000, "x" * MAX_TEXT)])
+def test_a_text_that_is_no_utf8_or_too_long_can_be_sent(cause: str, received: str) -> None:
+    assert decode(encode(m.Failed("v1", 1, cause))) == m.Failed("v1", 1, received)

@@ -101,12 +101,6 @@ def test_messages_arrive_whole_in_order_and_counted(network: Network) -> None:
     assert receiver.bytes_in == sender.bytes_out > large.hidden.array.nbytes
 
 
-def test_an_empty_link_gives_nothing(network: Network) -> None:
-    receiver, _ = network.data()
-    assert receiver.receive() is None
-    assert receiver.receive(0.01) is None
-
-
 def test_a_full_link_says_so_and_loses_nothing(network: Network) -> None:
     receiver, sender = network.data()
     big = output(512, 2048)  # 4 MB: the kernel's buffers cannot hide many
@@ -309,6 +303,8 @@ def test_a_key_that_is_not_on_the_list_is_refused_and_told(pair: keys.KeyPair | 
     server = ZmqTransport(SERVER, Tuning(linger_ms=0))
     client = ZmqTransport(pair, Tuning(linger_ms=0))
     receiver = server.pull("tcp://127.0.0.1:*", "data in", [CLIENT.public])
+    if pair:  # each socket has a list of its own
+        server.pull("tcp://127.0.0.1:*", "other data in", [pair.public])
     sender = client.push(receiver.endpoint, "V1 data out", [SERVER.public] if pair else [])
 
     with pytest.raises(FlowspecError, match=r"V1 data out: .* refuses this device's key"):
@@ -354,20 +350,6 @@ def test_a_message_that_is_too_long_is_not_taken_in() -> None:
     wrong.close()
     context.term()
     receiving.close()
-
-
-def test_each_socket_has_its_own_list() -> None:
-    server, client = ZmqTransport(SERVER, Tuning(linger_ms=0)), ZmqTransport(CLIENT, Tuning(linger_ms=0))
-    mine = server.pull("tcp://127.0.0.1:*", "mine", [CLIENT.public])
-    others = server.pull("tcp://127.0.0.1:*", "others", [STRANGER.public])
-    wrong = client.push(others.endpoint, "wrong", [SERVER.public])
-    right = client.push(mine.endpoint, "right", [SERVER.public])
-    assert right.send(Close(1), PATIENCE)
-    assert mine.receive(PATIENCE) == Close(1)
-    with pytest.raises(FlowspecError, match="refuses"):
-        until(wrong, lambda: wrong.disconnected_for() < 0)
-    client.close()
-    server.close()
 
 
 def test_a_false_server_gets_nothing() -> None:

@@ -120,15 +120,6 @@ def test_a_source_right_half_as_often_is_believed_half(case: str, greedy: bool) 
     assert np.abs(late - claims / 2).max() < max(first, 0.06)
 
 
-def test_two_requests_are_independent() -> None:
-    evidence = Evidence(-0.7, -0.9, True)
-    one, other = AcceptanceEstimator(True), AcceptanceEstimator(True)
-    for _ in range(50):
-        one.learn(evidence, False)
-    assert one.probability(evidence) < other.probability(evidence)
-    assert other.probability(evidence) == AcceptanceEstimator(True).probability(evidence)
-
-
 @given(st.lists(st.tuples(st.booleans(), log_p, st.booleans())))
 @examples(60, quick=24)
 def test_requests_that_share_weights_learn_as_one_does(stream: list[tuple[bool, float, bool]]) -> None:

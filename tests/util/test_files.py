@@ -14,14 +14,6 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.util import files
 
 
-def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
-    files.write_atomically(path, "ä")
-    files.write_atomically(path, b"\x00\xff")
-    assert path.read_bytes() == b"\x00\xff"
-    assert os.listdir(tmp_path) == ["state.json"]
-
-
 @pytest.mark.parametrize("mode", [0o600, 0o644, 0o440])
 def test_the_mode_does_not_depend_on_the_umask(tmp_path: Path, mode: int) -> None:
     previous = os.umask(0o027)

@@ -49,12 +49,6 @@ def test_the_tensor_keeps_the_frame_alive() -> None:
     assert back.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_bfloat16_bits_are_the_upper_half_of_float32() -> None:
-    values = np.array([1.0, -2.5, 3.140625], dtype=np.float32)
-    payload = from_torch(torch.from_numpy(values).to(torch.bfloat16))
-    assert payload.array.tolist() == (values.view(np.uint32) >> 16).tolist()
-
-
 def test_strided_and_empty_tensors() -> None:
     tensor = torch.arange(12.0).reshape(3, 4).t()
     assert np.array_equal(from_torch(tensor).array, tensor.numpy())

@@ -118,10 +118,10 @@ class BoardOutcome:
 
 def ask_boards(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, BoardState, RequiredPart | None]],
                end_others: bool = False) -> list[BoardFacts | FlowspecError]:
-    """The facts of each board, or an error that names the board.
+    """Ask each board for its facts; a board that fails gives an error that names it.
 
-    ``end_others``: first end commands of an interrupted run that still run on a board, because they would
-    change the board after its facts were read.
+    end_others  first end commands of an interrupted run that still run on a board, because they would change the
+                board after its facts were read
     """
     others = f"{SCOPE}-*.scope" if end_others else ""
 
@@ -192,7 +192,7 @@ def _execute(inventory: Inventory, device: DeviceEntry, action: Action) -> None:
 
 
 def _write_tar(archive: IO[bytes], files: Mapping[str, str | Path]) -> None:
-    """Files of mode 0644."""
+    """Write ``files`` to ``archive`` as a tar, each with mode 0644."""
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for name, content in sorted(files.items()):
             entry = tarfile.TarInfo(name)

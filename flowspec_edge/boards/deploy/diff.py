@@ -51,8 +51,10 @@ class BoardDiff:
 
     @property
     def receiver(self) -> str:
-        """The interpreter that receives files. With an image it is "", the board's own, because one in a container
-        would not see the board's processes."""
+        """The interpreter that receives files.
+
+        With an image it is "", the board's own: an interpreter in a container would not see the board's processes.
+        """
         return "" if isinstance(self.state.environment, Image) else self.python
 
     def steps(self) -> list[Step]:
@@ -76,7 +78,7 @@ class Diff:
 def make_diff(deployment: Deployment, manifest: Manifest, environments: Mapping[str, Environment | Image],
               facts: Mapping[str, BoardFacts], recorded: Mapping[str, str], status: FleetStatus,
               digests: Sequence[str], rotate: bool = False) -> Diff:
-    """The difference between the boards' state and the deployment; mappings are by board.
+    """Compare the boards' state with the deployment; mappings are by board.
 
     recorded  the recorded public keys
     status    the running releases, whose parts of models are kept, and to which the boards can return
@@ -112,7 +114,7 @@ def make_diff(deployment: Deployment, manifest: Manifest, environments: Mapping[
 
 
 def state_of(deployment: Deployment, rank: int, environment: Environment | Image) -> BoardState:
-    """The desired state, without a release's files, of the board at ``rank`` of the ring (D0: 0)."""
+    """Return the desired state, without a release's files, of the board at ``rank`` of the ring (D0: 0)."""
     device = deployment.boards[rank]
     return BoardState(device.name, unit=verify_unit(rank) if rank else DRAFT_UNIT, environment=environment,
                       power_mode=deployment.inventory.power_mode(device),
@@ -127,14 +129,16 @@ def required_part(manifest: Manifest, rank: int) -> RequiredPart:
 
 
 def part_name(rank: int) -> str:
-    """D0's part for place 0, Vi's for place i."""
+    """Return the name of D0's part for place 0, of Vi's for place i."""
     return stage_part(rank - 1) if rank else DRAFT
 
 
 def _needed_parts(manifest: Manifest, rank: int, release: str, before: Installed | None, board: BoardStatus
                   ) -> tuple[str, ...]:
-    """The board's parts of this release, and of the release that is ``previous`` once this one runs
-    (``steps.activate``)."""
+    """Return the board's parts of this release and of the one before it.
+
+    The one before is the release that is ``previous`` once this one runs (``steps.activate``).
+    """
     current = board.current
     if current and current.id == release:
         previous = board.previous

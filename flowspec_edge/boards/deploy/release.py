@@ -33,14 +33,14 @@ _PLACEHOLDER = "0" * _ID
 
 def render(deployment: Deployment, manifest: Manifest, publics: Mapping[str, str], digests: Sequence[str],
            environments: Mapping[str, str]) -> tuple[str, dict[str, Files]]:
-    """The release's id, and its files by board.
+    """Return the release's id, and its files by board.
 
     manifest      of the sharded model, cut into the deployment's ranges
     publics       the boards' public CURVE keys, Z85, by board
     digests       of the stages' shards, V1's first, as in Hello; empty: any
     environments  the digests of the boards' venvs, by board
 
-    FlowspecError if the manifest has other ranges than the deployment, a key is missing, or a host name does
+    Raise FlowspecError if the manifest has other ranges than the deployment, a key is missing, or a host name does
     not resolve.
     """
     if manifest.ranges != deployment.ranges:
@@ -119,7 +119,10 @@ class _Rendering:
             api_key_file=paths.API_KEY if cluster.serves_others else "").dump()
 
     def _ring(self, release: str) -> Ring:
-        """The release's id is part of the stages' instance ids, so D0 rejects stages of other releases."""
+        """Return the ring of the boards in ``release``.
+
+        The release's id is part of the stages' instance ids, so D0 rejects stages of other releases.
+        """
         instances = [f"v{stage}-{release[:8]}" for stage in range(1, len(self._boards))]
         return Ring(self._control, self._data, instances, self._keys)
 
@@ -129,18 +132,19 @@ class _Rendering:
 
 
 def in_image(unit: str) -> str:
-    """The text of a service's unit, where the runtime is an image: systemd joins sections of one name."""
+    """Return the text of a service's unit where the runtime is an image: systemd joins sections of one name."""
     return f"{unit}\n{(resource_dir('deploy') / 'units' / paths.IMAGE_CONF).read_text(encoding='utf-8')}"
 
 
 def sharded_model(deployment: Deployment, progress: Callable[[int, int], None] = lambda done, total: None
                   ) -> Manifest:
-    """The manifest of the boards' model.  A model that is not sharded yet is cut here; an interrupted run
-    resumes.
+    """Return the manifest of the boards' model, and shard the model first if it is not sharded yet.
+
+    Sharding resumes after an interrupted run.
 
     progress  called with the bytes written so far and the total; not called if nothing has to be written
 
-    UsageError if a given sharded model lacks a part, FlowspecError for unreadable weights or a full disk.
+    Raise UsageError if a given sharded model lacks a part, FlowspecError for unreadable weights or a full disk.
     """
     model = deployment.model
     if model.sharded:
@@ -167,5 +171,5 @@ def sharded_model(deployment: Deployment, progress: Callable[[int, int], None] =
 
 
 def digests_of(manifest: Manifest) -> list[str]:
-    """The shard digests that stages report in Hello, V1's first."""
+    """Return the shard digests that stages report in Hello, V1's first."""
     return [shard_digest(manifest, index) for index in range(manifest.stages)]

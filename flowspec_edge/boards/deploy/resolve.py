@@ -87,12 +87,12 @@ class Deployment:
 
     @property
     def cache_rows(self) -> int:
-        """Of KV caches, which each stage allocates at its start."""
+        """The rows of the KV caches that each stage allocates at its start."""
         return cache_rows(self.cluster.context, self.at_once, Params(), len(self.stages))
 
     @property
     def caches(self) -> tuple[int, int, int]:
-        """Rows, requests at once, uncommitted rows of each: as for ``ShardPart.cache_bytes``."""
+        """The arguments of ``ShardPart.cache_bytes``: rows, requests at once, and uncommitted rows of each."""
         return self.cache_rows, self.at_once, tentative_rows(Params(), len(self.stages))
 
     @property
@@ -111,8 +111,10 @@ class Deployment:
 
     @cached_property
     def image(self) -> Image | None:
-        """The boards' software, before ``on_board``; None where each has an environment.  UsageError if the archive
-        is missing or unfit."""
+        """The boards' software, before ``on_board``; None where each board has an environment.
+
+        Raise UsageError if the archive is missing or unfit.
+        """
         return read_image(beside(self.path, self.cluster.image)) if self.cluster.in_image else None
 
     @property
@@ -144,9 +146,11 @@ class _WithHead(OpenModel):
 
 
 def drafting(cluster: ClusterSettings, model: OpenModel, head: Path | None = None) -> StoredDraft | None:
-    """What requests of the cluster draft with, by the rule that they follow; None: nothing that takes memory.
+    """Return what requests of the cluster draft with, by the rule that they follow.
 
     head  the draft model that the cluster file names, if it names a directory
+
+    None if they draft with nothing that takes memory.
     """
     model_with_head = _WithHead(model.path, model.quantised, head)
     kind = draft_kind(strategy_class(cluster.strategy), Params(draft=cluster.draft_kind), model_with_head)
@@ -157,8 +161,8 @@ def drafting(cluster: ClusterSettings, model: OpenModel, head: Path | None = Non
 def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
     """Decide what ``path``, read as ``inventory``, leaves open.
 
-    UsageError for a model that is missing or contradicts the file; ``planner.DoesNotFit`` if a board's memory
-    is too small.
+    Raise UsageError for a model that is missing or contradicts the file.  Raise ``planner.DoesNotFit`` if a board's
+    memory is too small.
     """
     path = path.absolute()
     model, head = _model(inventory.cluster, path)
@@ -217,9 +221,9 @@ def _model(cluster: ClusterSettings, path: Path) -> tuple[OpenModel, Path | None
 
 def _with_a_draft(inventory: Inventory, path: Path, model: OpenModel, head: Path | None
                   ) -> tuple[Inventory, list[str]]:
-    """``inventory`` with look-ups in the text where there is nothing else to draft with, and notes about it.
+    """Return ``inventory`` with look-ups in the text where there is nothing else to draft with, and notes about it.
 
-    UsageError if neither ``model`` nor ``head`` is what the strategy drafts with.
+    Raise UsageError if neither ``model`` nor ``head`` is what the strategy drafts with.
     """
     cluster = inventory.cluster
     strategy, params = strategy_class(cluster.strategy), Params(draft=cluster.draft_kind)
@@ -243,18 +247,23 @@ def _with_a_draft(inventory: Inventory, path: Path, model: OpenModel, head: Path
 
 
 class _Choice:
-    """Each public method returns the draft device, the stages and the unused boards."""
+    """The ways to choose roles and layers.
+
+    Each public method but ``turn`` returns the draft device, the stages and the unused boards.
+    """
 
     def __init__(self, inventory: Inventory, path: Path, model: OpenModel, profiles: Mapping[str, Profile],
                  unknown_memory: Collection[str] = (), head: Path | None = None) -> None:
-        """unknown_memory  boards whose memory is not known either: their memory refuses nothing
+        """Take what the choice depends on.
+
+        unknown_memory  boards whose memory is not known either: their memory refuses nothing
         head            as for ``Deployment``
         """
         self._inventory, self._path, self._model, self._profiles = inventory, path, model, profiles
         self._unknown_memory, self._head = unknown_memory, head
 
     def as_cut(self) -> _Selection:
-        """As many stages as the sharded model has; boards with role "auto" may be left out."""
+        """Choose as many stages as the sharded model has; boards with role "auto" may be left out."""
         cluster, path, manifest = self._inventory.cluster, self._path, self._model.require_manifest()
         home, count = manifest.directory, manifest.stages
         if cluster.dtype not in ("auto", manifest.dtype):
@@ -289,7 +298,7 @@ class _Choice:
         return draft, stages, tuple((device, f"{home} was cut into {count} stages") for device in spare)
 
     def as_listed(self) -> _Selection:
-        """All boards in file order, with their own layers or the split whose slowest stage is fastest."""
+        """Choose all boards in file order, with their own layers or the split whose slowest stage is fastest."""
         draft, verify, layers = self._inventory.draft, self._inventory.verify, self._model.layers
         listed_layers = [device.layers for device in verify if device.layers is not None]
         if listed_layers and listed_layers[-1][1] != layers:
@@ -309,7 +318,7 @@ class _Choice:
         return draft, stages, ()
 
     def alike(self) -> _Selection:
-        """Boards without profiles: file order and an even split."""
+        """Choose boards without profiles: in file order, with an even split."""
         draft, others = _in_file_order(self._inventory)
         used_boards, spare = _first(others, self._model.layers)
         stages = tuple(zip(used_boards, split_evenly(self._model.layers, len(used_boards)), strict=True))
@@ -335,8 +344,10 @@ class _Choice:
                 tuple((entries[board.name], why) for board, why in split.unused_boards))
 
     def turn(self, draft: DeviceEntry, stages: Stages) -> DraftTurn | None:
-        """How long D0 takes in each slot; None if a profile is missing, or for a sharded model, to which
-        profiles are not scaled."""
+        """Return how long D0 takes in each slot.
+
+        None if a profile is missing, or for a sharded model, to which profiles are not scaled.
+        """
         if self._model.sharded or any(device.name not in self._profiles
                                       for device in (draft, *(device for device, _ in stages))):
             return None
@@ -371,8 +382,10 @@ def _in_file_order(inventory: Inventory) -> tuple[DeviceEntry, list[DeviceEntry]
 
 
 def _first(devices: list[DeviceEntry], count: int) -> tuple[list[DeviceEntry], list[DeviceEntry]]:
-    """Return ``count`` of ``devices``, preferably those with role "verify", and the others.  Both lists keep
-    the order of ``devices``."""
+    """Return ``count`` of ``devices``, preferably those with role "verify", and the others.
+
+    Both lists keep the order of ``devices``.
+    """
     preferred = sorted(devices, key=lambda device: device.role != "verify")[:count]
     names = {device.name for device in preferred}
     return ([device for device in devices if device.name in names],
@@ -380,8 +393,10 @@ def _first(devices: list[DeviceEntry], count: int) -> tuple[list[DeviceEntry], l
 
 
 def process_bytes(deployment: Deployment, device: DeviceEntry) -> int:
-    """A service's memory without weights and caches: from the board's profile if it was measured on the same
-    torch device, otherwise as on known boards."""
+    """Return a service's memory without weights and caches.
+
+    The figure is from the board's profile if that was measured on the same torch device, otherwise as on known boards.
+    """
     torch_device = deployment.inventory.torch_device(device)
     profile, memory = device_profile(device, deployment.path), process_memory()
     megabytes = memory.cuda if torch_device.startswith("cuda") else memory.cpu
@@ -391,9 +406,10 @@ def process_bytes(deployment: Deployment, device: DeviceEntry) -> int:
 
 
 def d0_bytes(deployment: Deployment, manifest: Manifest) -> int:
-    """Weights and caches of the draft device: of the draft models that were sharded, the one that requests use.
+    """Return the bytes of the draft device's weights and caches.
 
-    Another one is loaded once a request names its strategy.
+    Of the draft models that were sharded, the one that requests use counts.  Another one is loaded once a request
+    names its strategy.
     """
     from flowspec_edge.sharding.drafts import drafts_of
     from flowspec_edge.stage.quant.schemes import head_scheme
@@ -409,13 +425,13 @@ def d0_bytes(deployment: Deployment, manifest: Manifest) -> int:
 
 
 def on_board(inventory: Inventory, device: DeviceEntry, image: Image) -> Image:
-    """The image as a board runs it: by its own Python, with the GPU where that is what computes."""
+    """Return the image as a board runs it: by its own Python, with the GPU where that is what computes."""
     on_gpu = inventory.torch_device(device).startswith("cuda")
     return replace(image, runtime=NVIDIA if on_gpu else "", python=inventory.cluster.board_python)
 
 
 def needs_of(deployment: Deployment, manifest: Manifest) -> dict[str, Needs]:
-    """What a deployment needs on each board, by name."""
+    """Return what a deployment needs on each board, by name."""
     cluster, image = deployment.cluster, deployment.image
     needs = {}
     for rank, device in enumerate(deployment.boards):

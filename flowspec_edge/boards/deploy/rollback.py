@@ -20,10 +20,11 @@ _MIXED = ("boards may have different releases, or none; stages that reach the dr
 
 
 def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
-    """Activate the previous release on all boards.  A second call activates the newer one again; after an
-    interrupted call, it completes the rollback instead.
+    """Activate the previous release on all boards.
 
-    FlowspecError if a board cannot be reached, or the boards' previous releases are missing, differ, or have
+    A second call activates the newer one again; after an interrupted call, it completes the rollback instead.
+
+    Raise FlowspecError if a board cannot be reached, or the boards' previous releases are missing, differ, or have
     never made a token.  Boards without a release are skipped, because they are not part of the cluster.
     """
     status = look(inventory)
@@ -58,7 +59,7 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
 
 
 def interrupted(status: FleetStatus) -> dict[str, Installed | None] | None:
-    """The releases of a rollback that was not completed; None if there was none.
+    """Return the releases of a rollback that was not completed; None if there was none.
 
     The draft device switches last.  Until it has switched, the rollback's target is its previous release.  A
     stage that was switched and found the draft device with the newer release has returned to that one: then
@@ -76,21 +77,23 @@ def interrupted(status: FleetStatus) -> dict[str, Installed | None] | None:
 
 
 def _targets(status: FleetStatus) -> set[str]:
-    """The draft device's release before this one."""
+    """Return the id of the draft device's release before this one; empty if it has none."""
     return {board.previous.id for board in status.boards
             if board.previous and board.current and board.current.role == "draft"}
 
 
 def _members(status: FleetStatus) -> list[BoardStatus]:
-    """The boards with a release, and those that had one when the draft device's release before this one ran:
-    this one does not use them."""
+    """Return the boards of the cluster: those with a release, and those that the release before this one used.
+
+    The latter had a release when the draft device's release before this one ran, and this one does not use them.
+    """
     targets = _targets(status)
     return [board for board in status.boards
             if board.current or (board.previous and board.previous.id in targets)]
 
 
 def _has_another_key(board: BoardStatus) -> bool:
-    """Whether the previous release needs another key pair, which only an unfinished rotation leaves there."""
+    """Return whether the previous release needs another key pair, which only an unfinished rotation leaves there."""
     if not (board.current and board.previous):
         return False
     now, before = board.current.public_key, board.previous.public_key
@@ -98,8 +101,10 @@ def _has_another_key(board: BoardStatus) -> bool:
 
 
 def go_back(inventory: Inventory, before: FleetStatus, log: RolloutLog) -> tuple[str | None, str]:
-    """Undo a failed rollout; return the id of the release that runs again, if any, and a sentence for the
-    report."""
+    """Undo a failed rollout.
+
+    Return the id of the release that runs again, if any, and a sentence for the report.
+    """
     releases = releases_before(before)
     undo = RolloutLog(inventory, releases, log.watch)
     spare = [(device, BoardState(device.name)) for device in inventory.device
@@ -122,10 +127,10 @@ def go_back(inventory: Inventory, before: FleetStatus, log: RolloutLog) -> tuple
 
 
 def releases_before(status: FleetStatus) -> dict[str, Installed | None]:
-    """The release to which each board returns: the last one that made a token on the draft device if the
-    board has it, otherwise the board's current one.
+    """Return the release to which each board returns.
 
-    The two differ on boards that an interrupted rollout had switched.
+    A board returns to the last release that made a token on the draft device if it has that one, otherwise to its
+    current one.  The two differ on boards that an interrupted rollout had switched.
     """
     last_tried = {last.id for board in status.boards if (last := _last_tried(board))}
     return {board.name: next((release for release in (board.current, board.previous)
@@ -133,7 +138,7 @@ def releases_before(status: FleetStatus) -> dict[str, Installed | None]:
 
 
 def _last_tried(board: BoardStatus) -> Installed | None:
-    """Of a draft device; the current one if none has made a token.  None for a stage."""
+    """Return a draft device's last release that made a token, the current one if none has; None for a stage."""
     if board.current is None or board.current.role != "draft":
         return None
     if board.current.tried or board.ready:
@@ -162,10 +167,11 @@ def activate(inventory: Inventory, releases: Mapping[str, Installed | None], log
 
 def take_down(inventory: Inventory, keys: Path, purge: bool = False, watch: Watch | None = None
               ) -> DeployReport:
-    """Stop and remove the services; ``purge``: remove all of flowspec's files, and the public keys in
-    ``keys``.
+    """Stop and remove the services.
 
-    FlowspecError if a board cannot be reached; then no board is changed.
+    purge  remove all of flowspec's files, and the public keys in ``keys``
+
+    Raise FlowspecError if a board cannot be reached; then no board is changed.
     """
     _require_answers(look(inventory))
     log = RolloutLog(inventory, [device.name for device in inventory.device], watch or Watch())
@@ -185,7 +191,9 @@ def _require_answers(status: FleetStatus) -> None:
 def _restore_links(inventory: Inventory, before: FleetStatus, releases: Mapping[str, Installed | None]
                    ) -> None:
     """Restore ``previous`` on all boards, so that no later rollback activates a release that was never ready.
-    Boards on which this fails are skipped."""
+
+    Boards on which this fails are skipped.
+    """
     def restore(pair: tuple[DeviceEntry, BoardStatus]) -> None:
         device, status = pair
         command = ["rm", "-f", PREVIOUS]

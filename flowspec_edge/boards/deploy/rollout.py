@@ -43,7 +43,7 @@ class Rollout:
         self._watch = self._log.watch
 
     def plan(self) -> DeployReport:
-        """What ``up`` would change; boards are only read."""
+        """Report what ``up`` would change; boards are only read."""
         diff = self._decide(end_others=False)
         for board in diff.boards if diff else ():
             for step in board.steps():
@@ -55,9 +55,10 @@ class Rollout:
     def up(self, rotate: bool = False) -> DeployReport:
         """Bring all boards to the release that follows from the cluster file, this package and the model.
 
-        ``rotate`` also gives every board a new key pair (``services.keys``).  UsageError if the input has errors;
-        FlowspecError if this machine cannot shard the model or gather the wheels.  Failures on boards are in the
-        report.
+        ``rotate`` also gives every board a new key pair (``services.keys``).  Failures on boards are in the report.
+
+        Raise UsageError if the input has errors.  Raise FlowspecError if this machine cannot shard the model or gather
+        the wheels.
         """
         diff = self._decide(end_others=True, rotate=rotate)
         if diff is None:
@@ -82,8 +83,10 @@ class Rollout:
     # ---- the decision --------------------------------------------------------------------------
 
     def _decide(self, end_others: bool, rotate: bool = False) -> Diff | None:
-        """The diff; None if a problem prevents the deployment, which is then in the report.  ``end_others``:
-        as for ``ask_boards``."""
+        """Return the diff; None if a problem prevents the deployment, which is then in the report.
+
+        end_others  as for ``ask_boards``
+        """
         self._watch.phase("looking at the boards")
         self._deployment.image  # noqa: B018 - read now: an error in it is the user's to mend
         self._status = look(self._inventory)
@@ -138,7 +141,7 @@ class Rollout:
                          self._status, digests_of(self._manifest), rotate)
 
     def _check(self, needs: Mapping[str, Needs]) -> PreflightReport | None:
-        """None as in ``_decide``."""
+        """Check that the boards meet ``needs``; None as in ``_decide``."""
         self._watch.phase("looking at the boards")
         checked = preflight(self._inventory, needs)
         self._log.notes = [str(problem) for problem in checked.problems if problem.state == "warning"]
@@ -204,7 +207,7 @@ class Rollout:
         return not self._log.failed
 
     def _stop_unused(self, dry_run: bool = False) -> None:
-        """Boards of the cluster file that have a release, and no part in this deployment."""
+        """Stop the boards of the cluster file that have a release, and no part in this deployment."""
         unused_devices = [device for device, _ in self._deployment.unused_boards]
         if not unused_devices:
             return

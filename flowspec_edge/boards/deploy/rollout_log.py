@@ -13,16 +13,16 @@ from flowspec_edge.boards.inventory import DeviceEntry, Inventory
 
 
 class Watch:
-    """Receives progress, called from several threads."""
+    """What receives a rollout's progress, called from several threads."""
 
     def phase(self, name: str) -> None:
-        """``name`` is shown to the user."""
+        """Begin a phase, whose ``name`` is shown to the user."""
 
     def step(self, step: Step) -> None:
-        """Called after each step."""
+        """Receive a step that is done."""
 
     def amount(self, target: str, done: int, total: int) -> None:
-        """Bytes done for ``target``, a board or "here"."""
+        """Receive the bytes done for ``target``, a board or "here"."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class DeployReport:
         return sum(board.changes for board in self.boards)
 
     def as_json(self) -> dict[str, Any]:
-        """The fields of ``--json``, which are stable."""
+        """Return the fields of ``--json``, which are stable."""
         boards = [{"name": board.board, "changed": board.changes, "error": board.error,
                    "steps": [{"name": step.name, "changed": step.changed} for step in board.steps]}
                   for board in self.boards]
@@ -61,7 +61,7 @@ class DeployReport:
 
 class RolloutLog:
     def __init__(self, inventory: Inventory, boards: Iterable[str], watch: Watch) -> None:
-        """``boards``: names, in the order of the report."""
+        """Begin a log of ``boards``: names, in the order of the report."""
         self._inventory = inventory
         self._outcomes = {name: BoardOutcome(name) for name in boards}
         self._began = time.monotonic()
@@ -79,11 +79,11 @@ class RolloutLog:
         return any(outcome.error for outcome in self._outcomes.values())
 
     def error(self, board: str) -> str:
-        """The board's first failure; "" without one."""
+        """Return the board's first failure; "" without one."""
         return self._outcomes[board].error
 
     def add_step(self, step: Step, error: str = "") -> None:
-        """``error``: one line that names the board, if the step failed."""
+        """Record a step; ``error`` is one line that names the board, if the step failed."""
         outcome = self._outcomes[step.board]
         if error:
             outcome.error = outcome.error or error
@@ -92,14 +92,14 @@ class RolloutLog:
         self.watch.step(step)
 
     def carry_out(self, boards: Sequence[tuple[DeviceEntry, Sequence[Action]]], title: str) -> bool:
-        """Run actions on all boards; return whether no board has failed yet.  ``title``: the phase's title."""
+        """Run actions on all boards, under the phase's ``title``; return whether no board has failed yet."""
         self.watch.phase(title)
         run(self._inventory, boards, on_step=self.add_step, on_error=self._fail)
         return not self.failed
 
     def run(self, phase: Phase, boards: Sequence[tuple[DeviceEntry, BoardState]], title: str,
             dry_run: bool = False) -> bool:
-        """Like ``carry_out``, with the actions decided from the boards' present state."""
+        """Run a phase like ``carry_out``, with the actions decided from the boards' present state."""
         self.watch.phase(title)
         bring_about(self._inventory, phase, boards, dry_run, on_step=self.add_step, on_error=self._fail)
         return not self.failed

@@ -58,7 +58,7 @@ class WheelTarget:
 
     @classmethod
     def from_facts(cls, facts: SystemFacts, dtype: str) -> WheelTarget:
-        """``dtype``: of the board's weights."""
+        """Return the target of a board with these facts; ``dtype``: of the board's weights."""
         return cls(".".join(map(str, facts.python[:2])), facts.machine, facts.torch.version,
                    facts.torch.build, l4t=bool(l4t_of(facts)),
                    four_bit=dtype in ("nf4", "fp4"))
@@ -67,7 +67,7 @@ class WheelTarget:
         return f"Python {self.python} on {self.machine}"
 
     def marks(self) -> dict[str, str]:
-        """The environment for requirement markers (PEP 508)."""
+        """Return the environment for requirement markers (PEP 508)."""
         return {"python_version": self.python, "python_full_version": f"{self.python}.0",
                 "implementation_name": "cpython", "implementation_version": f"{self.python}.0",
                 "platform_python_implementation": "CPython", "os_name": "posix", "sys_platform": "linux",
@@ -75,13 +75,13 @@ class WheelTarget:
                 "platform_version": "", "extra": ""}
 
     def platforms(self) -> list[str]:
-        """Compatible platform tags, the best first."""
+        """Return the compatible platform tags, the best first."""
         names = [*(f"manylinux_2_{minor}" for minor in range(_GLIBC, 4, -1)),
                  "manylinux2014", "manylinux2010", "manylinux1", "linux"]
         return [f"{name}_{self.machine}" for name in names]
 
     def tags(self) -> dict[Tag, int]:
-        """Compatible wheel tags with their rank; lower is better."""
+        """Return the compatible wheel tags with their rank; lower is better."""
         version = tuple(int(part) for part in self.python.split("."))
         best_first = [*cpython_tags(version, platforms=self.platforms()),
                       *compatible_tags(version, f"cp{self.python.replace('.', '')}", self.platforms())]
@@ -90,11 +90,12 @@ class WheelTarget:
 
 def fill(wheelhouse: Path, targets: Iterable[WheelTarget],
          on_progress: Callable[[str], None] = lambda text: None) -> None:
-    """Have pip download the wheels that the boards need and ``wheelhouse`` lacks.  If none is missing, no
-    network is used.
+    """Have pip download the wheels that the boards need and ``wheelhouse`` lacks.
 
-    This package's own wheel must be in the wheelhouse (``build_wheel``).  FlowspecError with pip's message if
-    pip fails; UsageError if a Jetson needs bitsandbytes, because its wheel must be built for a Jetson.
+    If none is missing, no network is used.  This package's own wheel must be in the wheelhouse (``build_wheel``).
+
+    Raise FlowspecError with pip's message if pip fails.  Raise UsageError if a Jetson needs bitsandbytes, because its
+    wheel must be built for a Jetson.
     """
     for target in sorted(set(targets)):
         if missing := _walk(wheelhouse, target)[1]:
@@ -105,8 +106,12 @@ def fill(wheelhouse: Path, targets: Iterable[WheelTarget],
 
 
 def environment(wheelhouse: Path, target: WheelTarget, python: str = "python3") -> Environment:
-    """Return the environment of the wheels that a board needs.  ``python``: the board's system interpreter.
-    UsageError if a wheel is missing."""
+    """Return the environment of the wheels that a board needs.
+
+    python  the board's system interpreter
+
+    Raise UsageError if a wheel is missing.
+    """
     wheels, missing = _walk(wheelhouse, target)
     if missing:
         names = ", ".join(str(need) for need in missing[:3]) + (", …" if len(missing) > 3 else "")
@@ -120,8 +125,10 @@ def environment(wheelhouse: Path, target: WheelTarget, python: str = "python3") 
 
 
 def _walk(wheelhouse: Path, target: WheelTarget) -> tuple[list[Path], list[Requirement]]:
-    """The needed wheels that the wheelhouse has, this package's first, and the requirements that it cannot
-    meet.  UsageError without this package's own wheel."""
+    """Return the needed wheels that the wheelhouse has, and the requirements that it cannot meet.
+
+    This package's wheel is the first.  Raise UsageError without it.
+    """
     house = _House(wheelhouse, target)
     if (package_wheel := house.best(Requirement(_PACKAGE))) is None:
         raise UsageError(f"the wheelhouse {wheelhouse} has no wheel of {_PACKAGE}")
@@ -141,7 +148,7 @@ def _walk(wheelhouse: Path, target: WheelTarget) -> tuple[list[Path], list[Requi
 
 
 def _locked(target: WheelTarget) -> Iterator[Requirement]:
-    """What the lock has for a board, and pip, of any version."""
+    """Yield what the lock has for a board, and pip, of any version."""
     for line in (resource_dir("deploy") / "boards.txt").read_text().splitlines():
         if line.strip() and not line.startswith("#"):
             need = Requirement(line)
@@ -169,7 +176,7 @@ class _House:
                 self._wheels.setdefault(name, []).append((version, -min(runs), path))
 
     def best(self, need: Requirement) -> Path | None:
-        """The newest wheel that ``need`` allows, and of those the best for the board."""
+        """Return the newest wheel that ``need`` allows, and of those the best for the board."""
         fit = [entry for entry in self._wheels.get(canonicalize_name(need.name), ())
                if need.specifier.contains(entry[0], prereleases=True)]
         return max(fit)[2] if fit else None
@@ -198,7 +205,7 @@ def _sha256(path: Path) -> str:
 def build_wheel(out: Path) -> Path:
     """Write this package's wheel into ``out`` in place of any other version, and return its path.
 
-    FlowspecError, with the builder's message, if the build fails or ``out`` cannot be written; UsageError
+    Raise FlowspecError, with the builder's message, if the build fails or ``out`` cannot be written.  Raise UsageError
     without a source tree or an installation.
     """
     try:

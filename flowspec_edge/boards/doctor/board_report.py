@@ -51,7 +51,9 @@ _SECRETS = (
 
 def board_report(gpu: Mapping[str, Any], device: str, date: str, profile: Sequence[str] = (),
                  report: Callable[[str], None] = lambda doing: None) -> dict[str, Any]:
-    """Collect what is known of this board, which takes a few minutes. A part that fails is {"error": …}.
+    """Collect what is known of this board, which takes a few minutes.
+
+    A part that fails is {"error": …}.
 
     gpu      ``GpuReport.as_json``, or the error for which there is none
     date     today's
@@ -88,13 +90,16 @@ def _versions() -> dict[str, Any]:
 
 
 def _memory() -> dict[str, int | None]:
-    """Bytes."""
+    """Return this machine's memory in bytes, by the names in /proc/meminfo."""
     sizes = procfs.sizes(Path("/proc/meminfo"))
     return {name: sizes.get(name) for name in ("MemTotal", "MemFree", "MemAvailable", "Cached", "SwapFree")}
 
 
 def _profile(device: str, options: Sequence[str]) -> Any:
-    """In a process of its own, which a faulty kernel may end; FlowspecError with its last line."""
+    """Measure a profile in a process of its own, which a faulty kernel may end.
+
+    Raise FlowspecError with the last line of the process if it fails.
+    """
     completed = subprocess.run(module_command("flowspec_edge", *_PROFILE, device, *options),
                                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PROFILE_S,
                                check=False)
@@ -104,7 +109,7 @@ def _profile(device: str, options: Sequence[str]) -> Any:
 
 
 def tegrastats(command: Sequence[str] = _TEGRASTATS) -> str:
-    """The first line that it prints; "" where there is none."""
+    """Return the first line that ``tegrastats`` prints; "" where there is none."""
     try:
         completed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TEGRASTATS_S,
                                    check=False)
@@ -117,7 +122,7 @@ def tegrastats(command: Sequence[str] = _TEGRASTATS) -> str:
 
 
 def journal(command: Sequence[str] = _JOURNAL) -> list[str]:
-    """The last lines of flowspec's services, "unit: message", by :func:`without_secrets`."""
+    """Return the last lines of flowspec's services, "unit: message", by :func:`without_secrets`."""
     messages = []
     for line in output(*command).splitlines():
         try:
@@ -131,7 +136,7 @@ def journal(command: Sequence[str] = _JOURNAL) -> list[str]:
 
 
 def without_secrets(line: str) -> str:
-    """Without tokens, keys, digests and addresses; better a word too many than one too few."""
+    """Return ``line`` without tokens, keys, digests and addresses; better a word too many than one too few."""
     for pattern, instead in _SECRETS:
         line = pattern.sub(instead, line)
     return line

@@ -32,7 +32,7 @@ _RUN_IF_INSTALLED = 'if [ -e "$0" ]; then exec "$0" "$@"; fi'
 
 @dataclass(frozen=True)
 class BoardFindings:
-    """``facts``: None if the board cannot be reached, or its Python does not answer."""
+    """What was found on a board; ``facts``: None if it cannot be reached, or its Python does not answer."""
 
     name: str
     findings: list[Finding]
@@ -46,7 +46,7 @@ class BoardFindings:
 def check_cluster(inventory: Inventory, storage: str | None = None,
                   done: Callable[[str], None] = lambda name: None, path: Path | None = None,
                   fix: bool = False) -> list[BoardFindings]:
-    """All boards concurrently, then the links one by one, so that they do not disturb each other.
+    """Check all boards concurrently, then the links one by one, so that they do not disturb each other.
 
     A board that cannot be reached does not stop the others' checks.
 
@@ -86,7 +86,7 @@ def check_cluster(inventory: Inventory, storage: str | None = None,
 
 
 def why_not_shaped(runner: Runner) -> str:
-    """Why links cannot be shaped there; "" if they can."""
+    """Return why links cannot be shaped there; "" if they can."""
     try:
         tc.try_kernel(runner, as_root([]))
     except FlowspecError as error:
@@ -127,7 +127,7 @@ def _check_board(inventory: Inventory, device: DeviceEntry, storage: str | None,
 
 
 def _by_release(inventory: Inventory, device: DeviceEntry, runner: Runner) -> list[Finding]:
-    """Without an answer, a single finding about the release."""
+    """Return the findings of the board's own release; without an answer, a single one about the release."""
     python = python_for(inventory, device)
     command = module_command("flowspec_edge.boards.doctor.run", python=python)
     board_version = error = ""

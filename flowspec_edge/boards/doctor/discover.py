@@ -73,7 +73,7 @@ class DiscoveredBoard:
         return "cuda" if self.cuda or self.board.l4t or (self.gpu and self.torch is None) else "cpu"
 
     def as_json(self) -> dict[str, Any]:
-        """The fields that ``deploy init --json`` promises."""
+        """Return the fields that ``deploy init --json`` promises."""
         board = self.board
         return {"name": self.device.name, "address": self.device.address, "hostname": self.hostname,
                 "machine": board.machine, "arch": self.arch, "l4t": board.l4t, "total_mb": board.total_mb,
@@ -85,7 +85,7 @@ class DiscoveredBoard:
 
 
 class NotFound(FlowspecError):
-    """Boards that do not answer, as findings that say why, and those that do."""
+    """The boards that do not answer, as findings that say why, and those that do."""
 
     def __init__(self, silent: list[Finding], boards: list[DiscoveredBoard]) -> None:
         super().__init__("; ".join(map(str, silent)))
@@ -94,10 +94,11 @@ class NotFound(FlowspecError):
 
 def parse_hosts(hosts: Sequence[str], user: str = "", port: int | None = None, key: str = "",
                 ssh_config: str = "", image: str = "") -> Inventory:
-    """An inventory of ``hosts``, each [USER@]HOST[:PORT]; the other arguments are defaults for ssh, and the image
-    that the boards are to run, if any.
+    """Return an inventory of ``hosts``, each [USER@]HOST[:PORT].
 
-    UsageError for a malformed host, a duplicate, and fewer than two hosts.
+    The other arguments are defaults for ssh, and the image that the boards are to run, if any.
+
+    Raise UsageError for a malformed host, a duplicate, and fewer than two hosts.
     """
     if len(hosts) < 2:
         raise UsageError("a cluster needs two boards at least, one that drafts and one that verifies: give "
@@ -125,8 +126,10 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
     """Probe all boards concurrently; ``done`` is called with the name of each that has answered.
 
     A loopback address, as Ubuntu's /etc/hosts gives to a machine's own name, becomes this machine's address
-    on the network.  ``NotFound`` if a board does not answer; FlowspecError names boards that are one machine
-    or have one machine-id; UsageError for addresses that other boards cannot reach.
+    on the network.
+
+    Raise ``NotFound`` if a board does not answer.  Raise FlowspecError, which names the boards, if some are one machine
+    or have one machine-id.  Raise UsageError for addresses that other boards cannot reach.
     """
     inventory = on_network(inventory)
     unreachable = [f"{device.name}: {', '.join(problem)}" for device in inventory.device
@@ -155,7 +158,7 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
 
 
 def require_mode(boards: Sequence[DiscoveredBoard], power_mode: str) -> None:
-    """UsageError if a board that has power modes lacks this one."""
+    """Raise UsageError if a board that has power modes lacks this one."""
     without_mode = [f"{board.device.name} has {', '.join(board.modes)}" for board in boards
                     if power_mode and board.modes and power_mode not in board.modes]
     if without_mode:
@@ -178,7 +181,7 @@ def board_from_facts(device: DeviceEntry, facts: SystemFacts) -> DiscoveredBoard
 
 
 def profile_of(board: BoardInfo) -> str:
-    """By the board's model, memory and power mode; "" without one."""
+    """Return the profile for the board's model, memory and power mode; "" without one."""
     for model, names in _PROFILES:
         if model not in board.machine or board.total_mb is None:
             continue
@@ -192,7 +195,7 @@ def profile_of(board: BoardInfo) -> str:
 
 
 def with_host_names(boards: list[DiscoveredBoard]) -> list[DiscoveredBoard]:
-    """The boards renamed by their valid host names, with a number appended to duplicates."""
+    """Return the boards renamed by their valid host names, with a number appended to duplicates."""
     used_names = {board.device.name.casefold() for board in boards}
     renamed = []
     for board in boards:
@@ -246,7 +249,11 @@ _ROLES = {
 
 def render_cluster_toml(boards: Sequence[DiscoveredBoard], name: str, file: str, ssh_config: str = "",
                         cluster_settings: Mapping[str, str] | None = None, all_boards: bool = False) -> str:
-    """``cluster_settings``: texts for keys of [cluster]; ``all_boards``: a role for each board."""
+    """Return the text of a cluster file for ``boards``.
+
+    cluster_settings  texts for keys of [cluster]
+    all_boards        a role for each board
+    """
     interface = _most([board.interface for board in boards if board.interface]) or "eth0"
     torch_device = _most([board.torch_device for board in boards])
     shared = [(f"name = {_quoted(name)}", ""),
@@ -316,7 +323,7 @@ def _about(board: DiscoveredBoard) -> list[str]:
 
 
 def describe_software(board: DiscoveredBoard) -> str:
-    """Its torch, or its Docker where an image brings the torch."""
+    """Describe the board's torch, or its Docker where an image brings the torch."""
     if board.docker is not None:
         return f"Docker {board.docker}" if board.docker else "no Docker that answers"
     if board.torch is None:
@@ -330,7 +337,7 @@ def _most(values: Sequence[str]) -> str:
 
 
 def _printable(line: str) -> str:
-    """Without control characters, which TOML forbids in comments."""
+    """Return ``line`` without control characters, which TOML forbids in comments."""
     return "".join(letter if letter.isprintable() else " " for letter in line).rstrip()
 
 

@@ -23,7 +23,11 @@ GROUPS: tuple[CheckScope, ...] = ("device", "products", "operations", "tokens")
 
 @dataclass(frozen=True)
 class GpuReport:
-    """``device``: torch's, such as "cuda:1"; ``capability``: (8, 7) for Orin, None for a CPU."""
+    """What the checks of a device found.
+
+    device      torch's, such as "cuda:1"
+    capability  (8, 7) for Orin, None for a CPU
+    """
 
     device: str
     name: str
@@ -39,7 +43,7 @@ class GpuReport:
         return sum(check.state == "failed" for checks in self.checks.values() for check in checks)
 
     def as_json(self) -> dict[str, Any]:
-        """``name`` of a check is its ``check`` in other reports; readers know both."""
+        """Return the fields of the report, where a check has ``name`` beside ``check``; readers know both."""
         return {"ok": self.ok, "device": self.device, "name": self.name,
                 "compute_capability": list(self.capability) if self.capability else None,
                 "torch": torch.__version__, "cuda": torch.version.cuda,
@@ -49,7 +53,7 @@ class GpuReport:
 
 def check_gpu(tokens: Sequence[Check[ComputeDevice]], device: str = "cuda",
               report: Callable[[str], None] = lambda doing: None) -> GpuReport:
-    """Run all checks, in some minutes; UsageError if the device does not exist.
+    """Run all checks, in some minutes; raise UsageError if the device does not exist.
 
     tokens  the checks of the group "tokens", which simulate a cluster (``lab.token_check``)
     report  called with the name of each group as it begins
@@ -66,7 +70,7 @@ def check_gpu(tokens: Sequence[Check[ComputeDevice]], device: str = "cuda",
 
 
 def describe(device: str) -> ComputeDevice:
-    """``device``: one that this machine has."""
+    """Describe ``device``, which this machine must have."""
     at, memory = torch.device(device), procfs.sizes(Path("/proc/meminfo"))
     on_gpu = at.type == "cuda"
     return ComputeDevice(

@@ -21,7 +21,9 @@ from flowspec_edge.model.manifest import stage_part
 
 
 def board_parts(inventory: Inventory, path: Path, available: Mapping[str, int]) -> dict[str, BoardPart]:
-    """What the model asks of each board; an error in the cluster file ``path`` itself goes to the first board.
+    """Return what the model asks of each board.
+
+    An error in the cluster file ``path`` itself goes to the first board.
 
     available  bytes of memory of each reached board, flowspec's own service counted as free
     """
@@ -32,7 +34,7 @@ def board_parts(inventory: Inventory, path: Path, available: Mapping[str, int]) 
 
 
 def parts_of(deployment: Deployment, available: Mapping[str, int]) -> dict[str, BoardPart]:
-    """``available``: as for ``board_parts``."""
+    """Return what a resolved deployment asks of each board; ``available``: as for ``board_parts``."""
     name, python, d0 = deployment.model.name, deployment.cluster.board_python, deployment.draft.name
     turn = (deployment.turn.seconds, deployment.turn.slot) if deployment.turn else None
     parts = {board: BoardPart(name, size, available.get(board), python, turn=turn if board == d0 else None)
@@ -41,7 +43,7 @@ def parts_of(deployment: Deployment, available: Mapping[str, int]) -> dict[str, 
 
 
 def needed_bytes(deployment: Deployment) -> dict[str, int]:
-    """Bytes of each board's service: weights, caches, and the process."""
+    """Return the bytes of each board's service: weights, caches, and the process."""
     cluster, model, stages = deployment.cluster, deployment.model, deployment.ranges
     if model.sharded:
         manifest = model.require_manifest()

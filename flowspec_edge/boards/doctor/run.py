@@ -29,7 +29,7 @@ _EFFECTIVE_LATER = {"groups": "log in again, or restart the service: new groups 
 
 
 def check_machine(storage: Path | None = None, fix: bool = False) -> list[Finding]:
-    """``storage``: where shards will lie; None for the home directory."""
+    """Check this machine; ``storage``: where shards will lie, None for the home directory."""
     directory = storage or Path.home()
 
     def ask() -> SystemFacts:
@@ -58,7 +58,7 @@ def apply_remedies(findings: Sequence[Finding], check: Callable[[], Sequence[Fin
 
 
 def _run(finding: Finding, runner: Runner) -> str:
-    """Why the remedy failed; "" if it succeeded."""
+    """Apply the finding's remedy; return why it failed, "" if it succeeded."""
     for command in finding.remedy:
         try:
             runner.run(as_root(command))
@@ -68,7 +68,11 @@ def _run(finding: Finding, runner: Runner) -> str:
 
 
 def _after(finding: Finding, error: str | None, now: Finding | None) -> Finding:
-    """``error``: None without a remedy, "" if it succeeded; ``now``: the check's finding afterwards."""
+    """Return the finding as a remedy has left it.
+
+    error  None without a remedy, "" if it succeeded
+    now    the check's finding afterwards
+    """
     if error is None:
         return replace(finding, fixed=False)
     if error:
@@ -82,7 +86,9 @@ def _after(finding: Finding, error: str | None, now: Finding | None) -> Finding:
 
 
 def check_release(l4t: str) -> list[Finding]:
-    """What only the release itself can tell, "flowspec" first; ``l4t`` is "" for a machine that may lack a GPU.
+    """Check what only the release itself can tell; the first finding is "flowspec".
+
+    l4t  "" for a machine that may lack a GPU
 
     Takes as long as several imports of torch.
     """

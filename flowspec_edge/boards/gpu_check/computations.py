@@ -77,7 +77,7 @@ class ComputationResult:
 
 
 def compute(computations: Sequence[Computation]) -> dict[str, ComputationResult]:
-    """The results by name, in order, although each computation may kill its process.
+    """Return the results by name, in order, although each computation may kill its process.
 
     Neighbours from one module with one time limit share a process, so that torch is imported once.
     """
@@ -92,7 +92,10 @@ def compute(computations: Sequence[Computation]) -> dict[str, ComputationResult]
 
 
 def _child(computations: Sequence[Computation], timeout_s: float) -> list[ComputationResult]:
-    """At least one result; if the process died, the last is that of the computation that killed it."""
+    """Run computations in a child process and return at least one result.
+
+    If the process died, the last result is that of the computation that killed it.
+    """
     command = module_command(__name__)
     questions = json.dumps([asdict(computation) for computation in computations])
     try:
@@ -129,7 +132,7 @@ def attempt(computation: Computation) -> ComputationResult:
 
 
 def main() -> None:
-    """In a child process: print a line of JSON for each computation; exit once the CUDA context is unusable."""
+    """Print a line of JSON for each computation, in a child process; exit once the CUDA context is unusable."""
     computations = [Computation(**fields) for fields in json.load(sys.stdin)]
     with suppress(OSError), open(_OUT_OF_MEMORY_SCORE, "w", encoding="ascii") as score:
         score.write("1000")  # if memory runs out, the kernel kills this process and no other

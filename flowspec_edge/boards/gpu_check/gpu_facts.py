@@ -39,8 +39,10 @@ _MB = 10**6
 
 
 def available(device: str, memory: Mapping[str, int]) -> int:
-    """Bytes that the device can give at most: MemAvailable of ``memory``, /proc/meminfo, where the GPU shares it,
-    else the GPU's own free memory."""
+    """Return the bytes that the device can give at most.
+
+    They are MemAvailable of ``memory``, /proc/meminfo, where the GPU shares it, else the GPU's own free memory.
+    """
     at = torch.device(device)
     free, total = torch.cuda.mem_get_info(at)
     if torch.cuda.get_device_properties(at).is_integrated:
@@ -49,7 +51,7 @@ def available(device: str, memory: Mapping[str, int]) -> int:
 
 
 def launch_us(device: str) -> float:
-    """The host's microseconds for an in-place addition on 16 x 64 from Python: the median of several runs."""
+    """Measure the host's microseconds for an in-place addition on 16 x 64 from Python: the median of several runs."""
     x = torch.zeros(16, 64, device=device)
     wait = _waiting(torch.device(device))
 
@@ -65,7 +67,7 @@ def launch_us(device: str) -> float:
 
 
 def graph_launch_us(device: str) -> float:
-    """The same additions in one CUDA graph, until the last is done; errors as CUDA's."""
+    """Measure the same additions in one CUDA graph, until the last is done; errors as CUDA's."""
     at = torch.device(device)
     with torch.cuda.device(at), torch.inference_mode():
         x, wait = torch.zeros(16, 64, device=at), _waiting(at)
@@ -124,7 +126,7 @@ def draft_passes_in_graphs(device: str) -> str:
 
 @torch.inference_mode()
 def _layers_in_graphs(device: torch.device) -> KernelChoice:
-    """What a stage with two layers of a small Llama's shape chooses at its start."""
+    """Return what a stage with two layers of a small Llama's shape chooses at its start."""
     config = decoder_config({"model_type": LLAMA.name, "hidden_size": 2048, "intermediate_size": 5632,
                              "num_hidden_layers": 2, "vocab_size": 16, "num_attention_heads": 32,
                              "num_key_value_heads": 8}, "this check")
@@ -144,7 +146,7 @@ def _layers_in_graphs(device: torch.device) -> KernelChoice:
 
 @torch.inference_mode()
 def _draft_passes_in_graphs(device: torch.device) -> KernelChoice:
-    """What D0 with a small EAGLE-2 head chooses when it loads it."""
+    """Return what D0 with a small EAGLE-2 head chooses when it loads it."""
     config = eagle_config({"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 1, "vocab_size": 8192,
                            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "bias": False},
                           "the check's head")
@@ -157,7 +159,7 @@ def _draft_passes_in_graphs(device: torch.device) -> KernelChoice:
 
 
 def has_kernel(operation: str, key: str) -> bool:
-    """Whether this torch has a kernel of its own for the dispatch key, such as "CUDA"."""
+    """Return whether this torch has a kernel of its own for the dispatch key, such as "CUDA"."""
     try:
         return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operation, key))
     except RuntimeError:  # an older torch without the operation
@@ -182,7 +184,7 @@ def piece(device: str, mb: int) -> str:
 
 @contextmanager
 def _capture_stderr() -> Iterator[list[str]]:
-    """The lines that this process, C's libraries too, prints to stderr in the block; filled at its end."""
+    """Yield the lines that this process, C's libraries too, prints to stderr in the block; filled at its end."""
     lines: list[str] = []
     with tempfile.TemporaryFile() as file:
         stderr_copy = os.dup(2)

@@ -56,12 +56,12 @@ def product(kind: str, device: str, shape: Sequence[int], rows: Sequence[int], d
 
 
 def activations(kind: str, dtype: str) -> torch.dtype:
-    """The activations' type in a product; unquantised kinds use their own."""
+    """Return the activations' type in a product; unquantised kinds use their own."""
     return DTYPES[kind] if kind in DTYPES else parse_dtype(dtype)
 
 
 def computed_in(kind: str, dtype: str, device: torch.device) -> str:
-    """The type that a product rounds to: bf16 in int4's kernels, even on a GPU with fp16 activations."""
+    """Return the type that a product rounds to: bf16 in int4's kernels, even on a GPU with fp16 activations."""
     if kind == "int4" and int4_kernel(activations(kind, dtype), device):
         return "bf16"
     return kind if kind in DTYPES else dtype

@@ -33,7 +33,7 @@ _Result = TypeVar("_Result")
 
 
 def _rounded(error: Callable[[torch.device, torch.dtype], float]) -> Callable[..., Deviation]:
-    """An operation that rounds to the type of its operands, fp32 unless another one is given."""
+    """Make a check of an operation that rounds to the type of its operands, fp32 unless another one is given."""
     @wraps(error)
     def run(device: str, dtype: str = "fp32") -> Deviation:
         return Deviation(_on(device, lambda at: error(at, DTYPES[dtype])), dtype)
@@ -41,7 +41,7 @@ def _rounded(error: Callable[[torch.device, torch.dtype], float]) -> Callable[..
 
 
 def _exact(check: Callable[[torch.device], None]) -> Callable[[str], Deviation]:
-    """An operation that raises FlowspecError unless every value is right."""
+    """Make a check of an operation from one that raises FlowspecError unless every value is right."""
     @wraps(check)
     def run(device: str) -> Deviation:
         _on(device, check)
@@ -50,7 +50,7 @@ def _exact(check: Callable[[torch.device], None]) -> Callable[[str], Deviation]:
 
 
 def _on(device: str, run: Callable[[torch.device], _Result]) -> _Result:
-    """Streams, events and graphs belong to the current GPU."""
+    """Run a check on ``device`` as the current GPU, to which streams, events and graphs belong."""
     at = torch.device(device)
     with torch.inference_mode(), torch.cuda.device(at) if at.type == "cuda" else nullcontext():
         return run(at)
@@ -66,7 +66,7 @@ def _difference(computed: Tensor, expected: Tensor) -> float:
 
 
 def _require_same(computed: Tensor, expected: Tensor) -> None:
-    """FlowspecError if any value differs."""
+    """Raise FlowspecError if any value differs."""
     differing = int((computed.cpu() != expected).sum())
     if differing:
         raise FlowspecError(f"{differing} of {expected.numel()} values are wrong")
@@ -74,7 +74,7 @@ def _require_same(computed: Tensor, expected: Tensor) -> None:
 
 @_rounded
 def sdpa(device: torch.device, dtype: torch.dtype) -> float:
-    """A segment's rows with a float mask, over the first rows of a longer cache."""
+    """Check a segment's rows with a float mask, over the first rows of a longer cache."""
     worst = 0.0
     for rows in _ROWS:
         keys, values = (_random(1, _KV_HEADS, _CAPACITY, _HEAD_DIM).to(dtype) for _ in range(2))
@@ -110,7 +110,7 @@ def log_softmax(device: torch.device, dtype: torch.dtype) -> float:
 
 @_exact
 def topk(device: torch.device) -> None:
-    """Distinct values, so that only one order is right."""
+    """Check the order of distinct values, so that only one order is right."""
     values = torch.rand(16, _VOCABULARY, generator=torch.Generator().manual_seed(3)).argsort(-1)
     _require_same(values.float().to(device).topk(16).indices, values.argsort(-1, descending=True)[:, :16])
 
@@ -151,7 +151,7 @@ def embedding(device: torch.device) -> None:
 
 @_exact
 def pinned_copies(device: torch.device) -> None:
-    """Both copies are asynchronous, and waited for once."""
+    """Check copies in both directions, asynchronous and waited for once."""
     original = _random(64, 4096).half()
     back = torch.empty_like(original).pin_memory()
     back.copy_(original.pin_memory().to(device, non_blocking=True), non_blocking=True)
@@ -174,7 +174,7 @@ def events(device: torch.device) -> None:
 
 @_rounded
 def graph(device: torch.device, dtype: torch.dtype) -> float:
-    """A captured product reads its inputs at the replay, not at the capture."""
+    """Check that a captured product reads its inputs at the replay, not at the capture."""
     x, weight = torch.zeros(16, _WIDTH, device=device), _random(_WIDTH, _WIDTH).to(device)
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):  # the first product allocates, which a capture forbids

@@ -54,7 +54,10 @@ class Image:
 
 
 def read_image(path: Path) -> Image:
-    """The image in the archive ``path``; UsageError if it holds none or several, or another flowspec than this."""
+    """Read the image in the archive ``path``.
+
+    Raise UsageError if it holds none or several, or another flowspec than this.
+    """
     advice = _HOW.format(path=path)
     if not path.is_file():
         raise UsageError(f"there is no image {path} (cluster.image): {advice}")
@@ -89,7 +92,7 @@ def _load(archive: tarfile.TarFile, name: str) -> Any:
 
 
 def _index(archive: tarfile.TarFile) -> Iterator[str]:
-    """The digests of the image's manifests; older archives have none."""
+    """Yield the digests of the image's manifests; older archives have none."""
     try:
         index = _load(archive, "index.json")
     except KeyError:
@@ -98,7 +101,7 @@ def _index(archive: tarfile.TarFile) -> Iterator[str]:
 
 
 def _version(archive: tarfile.TarFile, layers: Sequence[str]) -> str:
-    """Of the flowspec that was installed last."""
+    """Return the version of the flowspec that was installed last."""
     for layer in reversed(layers):
         try:
             with tarfile.open(fileobj=archive.extractfile(layer)) as files:

@@ -40,7 +40,7 @@ _NO_LIMIT = 1 << 60  # older systemds show a number for "infinity"
 
 
 class User(NamedTuple):
-    """By its numbers on the board; ``groups`` besides its own."""
+    """A user by its numbers on the board; ``groups`` besides its own."""
 
     user: int
     group: int
@@ -58,7 +58,7 @@ class ServiceContainer(NamedTuple):
 
 def command(image: Mapping[str, str], program: str, arguments: Sequence[str], environment: Mapping[str, str],
             directory: str, user: User, service: ServiceContainer | None = None) -> list[str]:
-    """The command that runs ``program`` of the image.
+    """Return the command that runs ``program`` of the image.
 
     image      image.json: image, and runtime, "" for Docker's default
     directory  the working directory, if the image has it, too
@@ -93,19 +93,21 @@ def _mount(path: str, read_only: bool, target: str = "") -> str:
 
 
 def memory_limit(text: str) -> int | None:
-    """A unit's MemoryMax as systemctl shows it, in bytes; None for "infinity"."""
+    """Return a unit's MemoryMax, as systemctl shows it, in bytes; None for "infinity"."""
     return int(text) if text.strip().isdigit() and int(text) < _NO_LIMIT else None
 
 
 def notice(output: bytes) -> bytes:
-    """What of a container's notification is for systemd: nothing that names a process, which has another number
-    there."""
+    """Return what of a container's notification is for systemd.
+
+    A line that names a process is not, because the process has another number there.
+    """
     lines = output.decode(errors="replace").splitlines()
     return "\n".join(line for line in lines if line.startswith(_NOTICES)).encode()
 
 
 def _user(name: str) -> User:
-    """A user of the board, with the groups of its own."""
+    """Return a user of the board, with its groups."""
     import grp
     import pwd
 
@@ -125,7 +127,7 @@ def _service(name: str, environment: Mapping[str, str]) -> ServiceContainer:
 
 
 def _supervise(run: Sequence[str], service: ServiceContainer, environment: Mapping[str, str]) -> int:
-    """The exit code of the container's program."""
+    """Run the container of a service; return the exit code of its program."""
     _remove(service.name)  # what a power failure has left
     if service.credentials:
         shutil.copytree(service.credentials, f"{service.runtime_directory}/credentials")

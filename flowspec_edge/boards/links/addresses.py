@@ -20,15 +20,17 @@ _ANY_PORT = 9
 
 
 def network_address(inventory: Inventory, device: DeviceEntry) -> str:
-    """FlowspecError if the name does not resolve here, UsageError if other boards cannot reach the
-    address."""
+    """Return the address of ``device`` for other boards.
+
+    Raise FlowspecError if the name does not resolve here, UsageError if other boards cannot reach the address.
+    """
     if problem := address_problem(inventory, device):
         raise UsageError(f"{device.name}: {': '.join(problem)} in the cluster file")
     return resolve(device)
 
 
 def address_problem(inventory: Inventory, device: DeviceEntry) -> tuple[str, str] | None:
-    """Why other boards cannot reach ``device``, and a next step; None without a known problem.
+    """Return why other boards cannot reach ``device``, and a next step; None without a known problem.
 
     If all devices have loopback addresses they are one machine.
     """
@@ -68,7 +70,7 @@ def on_network(inventory: Inventory) -> Inventory:
 
 
 def route_to(address: str) -> tuple[str, str] | None:
-    """This machine's IPv4 address and interface on the route to ``address``; None without a route."""
+    """Return the IPv4 address and interface of this machine on the route to ``address``; None without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, _ANY_PORT))  # UDP: looks up the route without sending
@@ -80,7 +82,7 @@ def route_to(address: str) -> tuple[str, str] | None:
 
 
 def _elsewhere(inventory: Inventory) -> list[str]:
-    """The devices' addresses that are not loopback."""
+    """Return the devices' addresses that are not loopback."""
     addresses: Iterator[str | None] = (_address_or_none(device) for device in inventory.device)
     return [address for address in addresses if address and not IPv4Address(address).is_loopback]
 

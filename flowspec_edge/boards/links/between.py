@@ -31,7 +31,10 @@ class LinkRate:
 
 def measure_between(inventory: Inventory, source: DeviceEntry, target: DeviceEntry,
                     seconds: float, plain: bool = False) -> LinkRate:
-    """Over TCP (``tcp_linktest``) if ``plain``, else ZeroMQ (``linktest``); an error is in the result."""
+    """Measure a link over TCP (``tcp_linktest``) if ``plain``, else over ZeroMQ (``linktest``).
+
+    An error is in the result.
+    """
     try:
         return LinkRate(source.name, target.name, _measured(inventory, source, target, seconds, plain))
     except FlowspecError as error:

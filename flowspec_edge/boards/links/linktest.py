@@ -53,9 +53,12 @@ class _Flow:
 
 def serve_link(host: str, port: int, seconds: float | None = None, measurements: int | None = None,
                ready: Callable[[int], None] | None = None) -> None:
-    """``seconds``, ``measurements``: limits, None: until interrupted.  UsageError if it cannot listen.
+    """Answer link measurements; received data is discarded, and there is no authentication.
 
-    ``ready`` gets the port, a free one for ``port`` 0.  No authentication: received data is discarded.
+    seconds, measurements  limits; None: until interrupted
+    ready                  gets the port, a free one for ``port`` 0
+
+    Raise UsageError if it cannot listen.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     if ":" in host:
@@ -84,7 +87,7 @@ def serve_link(host: str, port: int, seconds: float | None = None, measurements:
 
 
 def _answer(flows: dict[bytes, _Flow], peer: bytes, frames: list[bytes]) -> list[bytes]:
-    """The answer to ``frames``; none to data and to unknown messages."""
+    """Return the answer to ``frames``; none to data and to unknown messages."""
     kind = frames[0] if frames else b""
     if kind == _HELLO and len(frames) == 1:
         flows[peer] = _Flow()
@@ -110,7 +113,7 @@ def _answer(flows: dict[bytes, _Flow], peer: bytes, frames: list[bytes]) -> list
 
 
 def measure_link(host: str, port: int, seconds: float = 1.0) -> LinkMeasure:
-    """Send data for ``seconds``; UsageError for a time out of range, FlowspecError if no peer answers."""
+    """Send data for ``seconds``; raise UsageError for a time out of range, FlowspecError if no peer answers."""
     if not 0 < seconds <= MAX_SECONDS:
         raise UsageError(f"a link is measured for up to {MAX_SECONDS:g} s, not {seconds:g}")
     with _connected(host, port) as link:
@@ -128,7 +131,7 @@ def measure_link(host: str, port: int, seconds: float = 1.0) -> LinkMeasure:
 
 
 def round_trips(host: str, port: int, count: int) -> list[float]:
-    """Round-trip times in s of ``count`` messages of 64 bytes."""
+    """Measure the round-trip times, in s, of ``count`` messages of 64 bytes."""
     with _connected(host, port) as link:
         return _round_trips(link, host, port, count)
 
@@ -156,7 +159,7 @@ def _send_for(link: zmq.Socket[bytes], seconds: float) -> None:
 
 @contextmanager
 def _connected(host: str, port: int) -> Iterator[zmq.Socket[bytes]]:
-    """A socket whose peer has answered the handshake."""
+    """Yield a socket whose peer has answered the handshake."""
     try:  # ZeroMQ would retry forever without an error
         socket.create_connection((host, port), _CONNECT_S).close()
     except OSError as error:
@@ -174,7 +177,7 @@ def _connected(host: str, port: int) -> Iterator[zmq.Socket[bytes]]:
 
 @contextmanager
 def _socket(kind: int) -> Iterator[zmq.Socket[bytes]]:
-    """In its own context, whose threads are then in the caller's network namespace."""
+    """Yield a socket in its own context, whose threads are then in the caller's network namespace."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(kind)
     socket.set_hwm(_QUEUE)

@@ -27,7 +27,9 @@ _MIN_BURST_BYTES = 1600
 
 
 def commands(interface: str, mbps: float, protected_ports: Iterable[int]) -> list[list[str]]:
-    """Shape an ``interface`` without flowspec's root qdisc; ``mbps``: 10^6 bit/s of Ethernet frames, no FCS.
+    """Return the commands that shape an ``interface`` without flowspec's root qdisc.
+
+    mbps  10^6 bit/s of Ethernet frames, no FCS
 
     ARP and TCP from or to ``protected_ports`` have priority and may use the whole rate.
     """
@@ -63,7 +65,7 @@ def _filters(interface: str, protected_ports: Iterable[int]) -> list[list[str]]:
 
 
 def removal(interface: str, then: Sequence[str] = ()) -> str:
-    """Shell text that removes flowspec's root qdisc, if present, and then runs ``then``."""
+    """Return shell text that removes flowspec's root qdisc, if present, and then runs ``then``."""
     device = shlex.quote(interface)
     after = f"; {shlex.join(then)}" if then else ""
     return (f"if tc qdisc show dev {device} root | grep -q '^qdisc htb {HANDLE} '; "
@@ -71,13 +73,13 @@ def removal(interface: str, then: Sequence[str] = ()) -> str:
 
 
 def script(lines: Iterable[Sequence[str] | str]) -> str:
-    """Commands, as argv or shell text, for ``sh -es``, which stops at the first failure."""
+    """Join commands, as argv or shell text, for ``sh -es``, which stops at the first failure."""
     text = [line if isinstance(line, str) else shlex.join(line) for line in lines]
     return "\n".join([f"PATH=$PATH:{SBIN}", "export LC_ALL=C", *text, ""])
 
 
 def check_kernel(runner: Runner, root: Sequence[str] = ()) -> None:
-    """FlowspecError, with the next step, if ``commands`` do not work on the device."""
+    """Raise FlowspecError, with the next step, if ``commands`` do not work on the device."""
     try:
         try_kernel(runner, root)
     except FlowspecError as error:
@@ -85,12 +87,12 @@ def check_kernel(runner: Runner, root: Sequence[str] = ()) -> None:
 
 
 def try_kernel(runner: Runner, root: Sequence[str] = ()) -> None:
-    """FlowspecError in the tool's words if ``commands`` fail in a temporary network namespace."""
+    """Raise FlowspecError in the tool's words if ``commands`` fail in a temporary network namespace."""
     runner.run([*root, "unshare", "--net", "--", "sh", "-es"], stdin=script(commands("lo", 100.0, [1])))
 
 
 def requirements() -> str:
-    """What shaping needs, and how to install it on a Jetson."""
+    """Return what shaping needs, and how to install it on a Jetson."""
     modules = system().kernel_module
     names = [module.name for module in modules]
     options = " and ".join(f"{module.option}=m" for module in modules)

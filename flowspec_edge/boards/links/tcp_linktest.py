@@ -24,7 +24,7 @@ _REPORT = struct.Struct("!Qd")  # bytes after the first chunk, and their seconds
 
 
 def serve(host: str, port: int, seconds: float) -> None:
-    """Print the port, then answer one connection; TimeoutError if none comes within ``seconds``."""
+    """Print the port, then answer one connection; raise TimeoutError if none comes within ``seconds``."""
     with socket.create_server((host, port)) as server:
         print(json.dumps({"port": server.getsockname()[1]}), flush=True)
         server.settimeout(seconds)
@@ -44,7 +44,10 @@ def serve(host: str, port: int, seconds: float) -> None:
 
 
 def measure(host: str, port: int, seconds: float) -> dict[str, float]:
-    """Keys and units as in ``linktest.LinkMeasure``.  OSError if no peer answers."""
+    """Measure a link; keys and units as in ``linktest.LinkMeasure``.
+
+    Raise OSError if no peer answers.
+    """
     with socket.create_connection((host, port), _TIMEOUT_S) as link:
         _prepare(link)
         trips = []
@@ -69,7 +72,7 @@ def _prepare(link: socket.socket) -> None:
 
 
 def _exactly(link: socket.socket, count: int) -> bytes:
-    """ConnectionError if the other end closes before ``count`` bytes."""
+    """Receive ``count`` bytes; raise ConnectionError if the other end closes before."""
     received = b""
     while len(received) < count:
         chunk = link.recv(count - len(received))

@@ -35,7 +35,10 @@ Say = Callable[[str, str], None]  # (board, what it does)
 
 @dataclass(frozen=True)
 class Outcome:
-    """``file``: of the profile; None if the board was not measured, for the reason ``why``."""
+    """What came of a board's measurement.
+
+    ``file`` is the profile's, None if the board was not measured, for the reason ``why``.
+    """
 
     board: str
     file: Path | None
@@ -45,7 +48,9 @@ class Outcome:
 
 def measure_boards(inventory: Inventory, path: Path, arguments: Sequence[str], again: bool, say: Say
                    ) -> list[Outcome]:
-    """All boards at once, then the links one by one.  A board that fails does not stop the others.
+    """Measure all boards at once, then the links one by one.
+
+    A board that fails does not stop the others.
 
     arguments  further options of `flowspec device profile`
     again      also boards that have been measured
@@ -79,8 +84,10 @@ def measure_boards(inventory: Inventory, path: Path, arguments: Sequence[str], a
 
 
 def profile_file(device: DeviceEntry, path: Path) -> Path:
-    """Where the board's own profile is or will be: the file that its entry names, unless it names a profile
-    of the package."""
+    """Return where the board's own profile is or will be.
+
+    It is the file that the board's entry names, unless that names a profile of the package.
+    """
     if device.profile and device.profile not in profile_names():
         return beside(path, device.profile)
     return path.absolute().parent / DIRECTORY / f"{device.name}.toml"
@@ -152,7 +159,7 @@ def _measure_link(inventory: Inventory, source: DeviceEntry, target: DeviceEntry
 def name_profile(path: Path, board: str, file: Path) -> None:
     """Set ``profile`` of the board's [[device]] in the cluster file; all other lines stay as they are.
 
-    FlowspecError if the text does not allow that: it says what to write.
+    Raise FlowspecError, which says what to write, if the text does not allow that.
     """
     directory = path.absolute().parent
     profile_name = str(file.relative_to(directory)) if file.is_relative_to(directory) else str(file)
@@ -174,7 +181,7 @@ def name_profile(path: Path, board: str, file: Path) -> None:
 
 
 def _with_profile(text: str, board: str, profile_name: str) -> str:
-    """``text`` with the line ``profile`` of the board's table replaced, or added after its name."""
+    """Return ``text`` with the line ``profile`` of the board's table replaced, or added after its name."""
     parts = re.split(r"(?m)^(?=[ \t]*\[)", text)
     for index, part in enumerate(parts):
         head = re.match(r"[ \t]*\[\[[ \t]*device[ \t]*\]\]", part)

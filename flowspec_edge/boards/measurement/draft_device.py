@@ -67,7 +67,7 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class DraftDeviceTimes:
-    """In milliseconds; ``passes`` by kind of draft model, for those that the model has."""
+    """Times in milliseconds; ``passes`` by kind of draft model, for those that the model has."""
 
     passes: dict[str, float]
     node: float  # added to a pass by each node
@@ -164,7 +164,7 @@ class MeasuredDraftDevice:
         return times
 
     def heads(self, times: int) -> list[tuple[int, float]]:
-        """(rows, seconds) of ``times`` runs of lm_head over several rows, after a first request."""
+        """Run lm_head over several rows, ``times`` times, after a first request; return (rows, seconds) of each run."""
         runs, head = [], self._head
         states = np.random.default_rng(0).standard_normal((_HEAD_ROWS, head.hidden_size))
         payload = from_torch(torch.from_numpy(states).to(head.head.dtype))
@@ -179,7 +179,7 @@ class MeasuredDraftDevice:
 def measure_draft_device(device: MeasuredDraftDevice, kinds: Sequence[str], prompt: Sequence[int],
                          new_tokens: int, repeats: int, real_target: bool, advance: Callable[[float], None]
                          ) -> DraftDeviceTimes:
-    """Mean times over ``repeats`` requests of each strategy, in turn, after a warm-up round."""
+    """Measure mean times over ``repeats`` requests of each strategy, in turn, after a warm-up round."""
     strategies: list[tuple[str, str | None]] = [
         (name, kind) for kind in kinds for name in DRAFT_KINDS[kind].measured_by]
     times_by_kind: dict[str | None, list[RequestTimes]] = {}
@@ -195,7 +195,7 @@ def measure_draft_device(device: MeasuredDraftDevice, kinds: Sequence[str], prom
 
 
 def summary(requests: dict[str | None, list[RequestTimes]], real_target: bool) -> DraftDeviceTimes:
-    """Least squares over ``requests``, by kind of draft model."""
+    """Fit the times by least squares over ``requests``, by kind of draft model."""
     drafts = {kind: [(i.size, i.seconds) for times in kind_requests for i in times.items if i.kind == "draft"]
               for kind, kind_requests in requests.items() if kind}
     passes, node = fit_lines({kind: times for kind, times in drafts.items() if times})

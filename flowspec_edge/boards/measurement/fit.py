@@ -32,7 +32,10 @@ class SegmentCase:
 
 
 def fit_stage(milliseconds: Mapping[SegmentCase, float]) -> StageCurve:
-    """With one number of layers the overhead is 0; with one context there is no ``context_ms``."""
+    """Fit a stage's time to measured cases.
+
+    With one number of layers the overhead is 0; with one context there is no ``context_ms``.
+    """
     cases = sorted(milliseconds)
     rows = sorted({case.rows for case in cases})
     cuts, contexts = ({getattr(case, name) for case in cases} for name in ("layers", "context"))
@@ -61,7 +64,7 @@ def fit_stage(milliseconds: Mapping[SegmentCase, float]) -> StageCurve:
 
 
 def relative_errors(curve: StageCurve, milliseconds: Mapping[SegmentCase, float]) -> NDArray[np.float64]:
-    """fitted / measured - 1 for each case, in sorted order."""
+    """Return fitted / measured - 1 for each case, in sorted order."""
     def fitted(case: SegmentCase) -> float:
         return curve.overhead_ms + case.layers / curve.layers * curve.milliseconds(case.rows, case.context)
 
@@ -69,7 +72,7 @@ def relative_errors(curve: StageCurve, milliseconds: Mapping[SegmentCase, float]
 
 
 def isotonic(values: Sequence[float]) -> list[float]:
-    """The nearest non-decreasing sequence by least squares (pool adjacent violators)."""
+    """Return the nearest non-decreasing sequence by least squares (pool adjacent violators)."""
     pools: list[tuple[float, int]] = []  # (mean, count)
     for value in values:
         mean, count = float(value), 1
@@ -81,7 +84,7 @@ def isotonic(values: Sequence[float]) -> list[float]:
 
 
 def fit_lines(times: Mapping[str, Sequence[tuple[int, float]]]) -> tuple[dict[str, float], float]:
-    """Lines through (size, seconds) with one slope: (each line's time at size 0, slope).
+    """Fit lines through (size, seconds) with one slope: (each line's time at size 0, slope).
 
     Times of one size enter as their trimmed mean, weighted by their number.  No figure is negative; the slope
     is 0 if no name has different sizes.
@@ -104,18 +107,18 @@ def fit_lines(times: Mapping[str, Sequence[tuple[int, float]]]) -> tuple[dict[st
 
 
 def rounded(value: float) -> float:
-    """``value`` to the significant digits of a measurement."""
+    """Round ``value`` to the significant digits of a measurement."""
     return float(f"{value:.{_DIGITS}g}")
 
 
 def _solve(design: NDArray[np.float64], times: NDArray[np.float64], scale: NDArray[np.float64]
            ) -> NDArray[np.float64]:
-    """Least squares of (design @ x - times) / scale."""
+    """Return the least squares solution of (design @ x - times) / scale."""
     solution = np.linalg.lstsq(design / scale[:, None], times / scale, rcond=None)[0]
     return np.asarray(solution, dtype=np.float64)
 
 
 def trimmed_mean(seconds: Sequence[float]) -> float:
-    """The mean without the longest tenth; unlike a quantile it keeps costs that only some runs pay."""
+    """Return the mean without the longest tenth; unlike a quantile it keeps costs that only some runs pay."""
     ordered = np.sort(np.asarray(seconds))
     return float(ordered[: len(ordered) - int(_TRIMMED * len(ordered))].mean())

@@ -45,7 +45,10 @@ Product = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class KindResult:
-    """``ms``: milliseconds by rows, empty if the kind does not work; ``nbytes``: weights with scales."""
+    """What was measured of a kind of weights.
+
+    ``ms`` has milliseconds by rows and is empty if the kind does not work; ``nbytes`` counts weights with scales.
+    """
 
     check: Finding
     ms: dict[int, float]
@@ -54,9 +57,11 @@ class KindResult:
 
 @dataclass(frozen=True)
 class KernelReport:
-    """``shape``: (outputs, inputs); ``dtype``: of 4-bit kinds' activations.
+    """The measured products of all kinds of weights.
 
-    ``copy_rate``: bytes read and written a second by a large copy.
+    shape      (outputs, inputs)
+    dtype      of 4-bit kinds' activations
+    copy_rate  bytes read and written a second by a large copy
     """
 
     device: str
@@ -86,12 +91,12 @@ class KernelReport:
                 if result.check.ok and not advisable(kind, self.capability)]
 
     def share(self, kind: str, rows: int) -> float | None:
-        """The kind's read rate over the copy rate; None if not timed; on a CPU, caches distort it."""
+        """Return the kind's read rate over the copy rate; None if not timed; on a CPU, caches distort it."""
         result = self.kinds[kind]
         return result.nbytes / (result.ms[rows] * 1e-3) / self.copy_rate if rows in result.ms else None
 
     def as_json(self) -> dict[str, Any]:
-        """Times in ms, rates in 10^9 bytes a second."""
+        """Return the fields of the report, times in ms, rates in 10^9 bytes a second."""
         on_gpu = self.device == "cuda"
         return {
             "device": self.device, "name": self.name,
@@ -111,9 +116,9 @@ class KernelReport:
 
 def measure_kernels(device: str = "cpu", shape: tuple[int, int] = SHAPE, rows: Sequence[int] = ROWS,
                     dtype: str = "bf16", kinds: Sequence[str] = KINDS, rounds: int = ROUNDS) -> KernelReport:
-    """The median of ``rounds``, after a warm-up round.
+    """Measure products with every kind of weights: the median of ``rounds``, after a warm-up round.
 
-    UsageError for a device that this machine does not have, or a matrix shape that no 4-bit kind takes.
+    Raise UsageError for a device that this machine does not have, or a matrix shape that no 4-bit kind takes.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("no CUDA device here; use --device cpu")
@@ -142,7 +147,7 @@ def measure_kernels(device: str = "cpu", shape: tuple[int, int] = SHAPE, rows: S
 
 
 def measure_int4(device: str, dtype: str, shape: tuple[int, int] = SHAPE) -> Int4Cost | None:
-    """Products with int4 weights beside those with weights of ``dtype``; None if either kernel fails here."""
+    """Measure products with int4 weights beside those with weights of ``dtype``; None if either kernel fails here."""
     report = measure_kernels(device, shape, INT4_ROWS, kinds=(dtype, "int4"))
     int4, full = (report.kinds[kind].ms for kind in ("int4", dtype))
     if not int4 or not full:
@@ -168,7 +173,7 @@ def _product(kind: str, shape: tuple[int, int], dtype: str, device: str) -> tupl
 
 
 class _Clock:
-    """Times single products with cold caches.
+    """A clock for single products with cold caches.
 
     On a CPU the other kinds' products evict the weights; on a GPU a large copy does, which also hides the
     launch time of the product and its events.

@@ -58,7 +58,7 @@ def segment(width: int, dtype: str, rows: int = _ROWS) -> Segment:
 
 
 def measure_hop(width: int, dtype: str, exchanges: int = 200) -> LoopbackHop:
-    """Exchange segments of ``width`` values a row with a child; FlowspecError if the child ends."""
+    """Exchange segments of ``width`` values a row with a child; raise FlowspecError if the child ends."""
     small = segment(width, dtype)
     value = small.hidden.array.itemsize if small.hidden else 1
     large = segment(width, dtype, min(_MOST_ROWS, max(2 * _ROWS, _LARGE_BYTES // (width * value))))
@@ -115,7 +115,7 @@ def _codec(message: Segment, times: int = 100) -> float:
 
 
 def _echo(pipe: Connection, width: int, dtype: str) -> None:
-    """The child process: answer every message with a small segment until the pipe has data."""
+    """Answer every message with a small segment until the pipe has data, in a child process."""
     transport = ZmqTransport()
     small = segment(width, dtype)
     incoming = transport.pull(_LOOPBACK, "echo in")

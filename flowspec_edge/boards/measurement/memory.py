@@ -39,7 +39,7 @@ class GpuMemory:
 
 
 def read_gpu(device: str) -> GpuMemory | None:
-    """None for a CPU."""
+    """Read the GPU's memory; None for a CPU."""
     if device == "cpu":
         return None
     free, total = torch.cuda.mem_get_info(torch.device(device))
@@ -47,7 +47,10 @@ def read_gpu(device: str) -> GpuMemory | None:
 
 
 def device_memory(board: BoardInfo, gpu: GpuMemory | None) -> DeviceMemory:
-    """By MemAvailable on a CPU or an integrated GPU, else the GPU's own; FlowspecError if unknown."""
+    """Return the device's memory: by MemAvailable on a CPU or an integrated GPU, else the GPU's own.
+
+    Raise FlowspecError if it is unknown.
+    """
     if board.total_mb is None or board.available_mb is None:
         raise FlowspecError("/proc/meminfo does not state this machine's memory: devices must run Linux")
     separate = gpu is not None and not gpu.integrated
@@ -56,14 +59,17 @@ def device_memory(board: BoardInfo, gpu: GpuMemory | None) -> DeviceMemory:
 
 
 def used_mb(board: BoardInfo, gpu: GpuMemory | None) -> float:
-    """10^6 bytes of all processes, by the rule of :func:`device_memory`; page cache counts as available."""
+    """Return the 10^6 bytes that all processes use, by the rule of :func:`device_memory`.
+
+    Page cache counts as available.
+    """
     if gpu and not gpu.integrated:
         return gpu.total_mb - gpu.free_mb
     return (board.total_mb or 0.0) - (board.available_mb or 0.0)
 
 
 def read_rate(device: str, usable_mb: float) -> float:
-    """10^9 bytes read a second, by the faster of a large sum and a large copy."""
+    """Measure the 10^9 bytes read a second, by the faster of a large sum and a large copy."""
     count = int(min(_MOST_BYTES, usable_mb * 1e6 * _SHARE)) // 4
     source = torch.ones(count, device=device)
     target = torch.empty_like(source)
@@ -79,7 +85,7 @@ def read_rate(device: str, usable_mb: float) -> float:
 
 
 def seconds_of(work: Callable[[], object], device: str) -> float:
-    """One run of ``work``, completed on the device."""
+    """Time one run of ``work`` in seconds, completed on the device."""
     _synchronize(device)
     start = time.perf_counter()
     work()

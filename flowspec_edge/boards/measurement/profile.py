@@ -92,7 +92,7 @@ QUICK = Effort(contexts=(64, 512), stage_s=2.0, requests=2, new_tokens=32, excha
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """``threads`` 0 keeps torch's default; ``peer`` is (host, port)."""
+    """What to measure; ``threads`` 0 keeps torch's default; ``peer`` is (host, port)."""
 
     name: str
     model: OpenModel
@@ -110,9 +110,9 @@ class MeasuredProfile:
 
 
 def measure_profile(options: ProfileOptions, effort: Effort, report: ProgressCallback) -> MeasuredProfile:
-    """Takes one to two minutes with the default ``effort``.
+    """Measure a profile of this device, which takes one to two minutes with the default ``effort``.
 
-    UsageError for a missing device; FlowspecError if memory is short, a process ends, or the peer fails.
+    Raise UsageError for a missing device.  Raise FlowspecError if memory is short, a process ends, or the peer fails.
     """
     torchdevice.require(options.device)
     peer = None
@@ -165,8 +165,11 @@ def measure_profile(options: ProfileOptions, effort: Effort, report: ProgressCal
 
 def _stages(options: ProfileOptions, effort: Effort, model: ModelBytes, free: DeviceMemory,
             report: ProgressCallback) -> tuple[dict[SegmentCase, float], float, bool]:
-    """Round trips in milliseconds, a worker's memory besides weights and cache in MB, and whether all stages
-    run their layers as CUDA graphs."""
+    """Measure stages with different numbers of layers.
+
+    Return round trips in milliseconds, a worker's memory besides weights and cache in MB, and whether all stages
+    run their layers as CUDA graphs.
+    """
     report("stages", 0.0)
     limit = options.model.max_positions - CAPACITY_BEYOND
     contexts = [c for c in effort.contexts if c <= limit] or [max(1, min(limit, effort.contexts[0]))]

@@ -97,7 +97,7 @@ class MeasuredWorker:
             self._hub.send(self._name, message)
 
     def receive(self) -> Sequence[WorkerMessage]:
-        """FlowspecError if the stage reports a failure."""
+        """Receive what the stage has sent; raise FlowspecError if it reports a failure."""
         messages: list[WorkerMessage] = []
         while (result := self._output.receive()) is not None:
             assert isinstance(result, Segment | Output)
@@ -143,10 +143,10 @@ class MeasuredWorker:
 
 
 def choose_stage_counts(model: ModelBytes, usable_mb: float) -> list[int]:
-    """Numbers of stages such that V1 has two different numbers of layers.
+    """Choose numbers of stages such that V1 has two different numbers of layers.
 
     The larger V1 has half of the layers, or as many as fit in a share of the memory next to the smaller V1,
-    which has a quarter as many.  One number if V1 can only have one layer; FlowspecError if that does not
+    which has a quarter as many.  One number if V1 can only have one layer.  Raise FlowspecError if that does not
     fit.
     """
     if model.layer > usable_mb * 1e6:
@@ -188,9 +188,9 @@ class MeasuredStage:
             self._exchange()
 
     def tree(self, rows: int) -> float:
-        """Seconds from sending ``rows`` nodes of a binary tree below the text to the result.
+        """Measure the seconds from sending ``rows`` nodes of a binary tree below the text to the result.
 
-        Commits the previous tree's root first, so that no two segments have the same context: libraries
+        The previous tree's root is committed first, so that no two segments have the same context: libraries
         cannot reuse what they cached for a shape.
         """
         if self._root is not None:
@@ -225,7 +225,7 @@ class MeasuredStage:
 
 def sample(stages: Sequence[MeasuredStage], contexts: Sequence[int], seconds: float,
            advance: Callable[[float], None]) -> dict[SegmentCase, float]:
-    """Mean seconds of every case, from sending a segment to its result.
+    """Measure the mean seconds of every case, from sending a segment to its result.
 
     Half of the segments follow at once, as in a full pipeline; half after a pause, when the stage sleeps and
     its caches are cold.  Cases repeat in turn, so that disturbances affect all alike, for about ``seconds``,

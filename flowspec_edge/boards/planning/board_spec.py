@@ -25,8 +25,12 @@ _CLUSTER = re.compile(r"^\s*\[\s*cluster\s*\]", re.MULTILINE)
 
 @dataclass(frozen=True)
 class BoardSpec:
-    """``layers`` ([lo, hi)) and ``torch_device`` come from a cluster.toml only; ``assumed``: what the profile
-    was estimated from."""
+    """A board as a plan is asked for it.
+
+    layers        [lo, hi), from a cluster.toml only
+    torch_device  from a cluster.toml only
+    assumed       what the profile was estimated from
+    """
 
     name: str
     profile: Profile
@@ -36,15 +40,15 @@ class BoardSpec:
     assumed: str = ""
 
     def for_model(self, size: ModelBytes) -> tuple[CandidateBoard, Scaling]:
-        """The board with its profile scaled to the model."""
+        """Return the board with its profile scaled to the model."""
         profile, scaling = scaled(self.profile, size)
         return CandidateBoard(self.name, profile, self.role), scaling
 
 
 def parse_devices(specs: Sequence[str]) -> list[BoardSpec]:
-    """Boards from ``PROFILE``, ``PROFILE:COUNT`` (a name or a TOML file) and cluster files, with their roles.
+    """Return boards from ``PROFILE``, ``PROFILE:COUNT`` (a name or a TOML file) and cluster files, with their roles.
 
-    UsageError for an unknown profile, a count below 1, or duplicate names.
+    Raise UsageError for an unknown profile, a count below 1, or duplicate names.
     """
     profiles, boards = [], []
     for text in specs:
@@ -75,14 +79,14 @@ def parse_devices(specs: Sequence[str]) -> list[BoardSpec]:
 
 
 def is_cluster(path: Path) -> bool:
-    """Whether it is the file of a cluster, not of a profile."""
+    """Return whether ``path`` is the file of a cluster, not of a profile."""
     if path.suffix != ".toml" or not path.is_file():
         return False
     return bool(_CLUSTER.search(path.read_text(encoding="utf-8", errors="replace")))
 
 
 def _cluster(path: Path) -> list[BoardSpec]:
-    """The relative path of a profile starts at the file's directory."""
+    """Return the boards of a cluster file; the relative path of a profile starts at the file's directory."""
     boards, inventory = [], load_inventory(path)
     if not any(is_known(device, path) for device in inventory.device):
         raise UsageError(f"{path}: no board has a profile, so nothing is known of their memory and speed: "

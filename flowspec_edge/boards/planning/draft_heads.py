@@ -25,7 +25,9 @@ _WIDTH = 2  # bytes of an unpacked value
 
 @dataclass(frozen=True)
 class HeadCost:
-    """kind       the kind of draft model
+    """What a usual draft head costs on D0.
+
+    kind       the kind of draft model
     bits       bits of its matrices and of lm_head
     memory_mb  10^6 bytes of the head and the target's lm_head, without caches; embeddings stay in their file
     fits       whether it fits into the board's memory beside D0's process
@@ -42,8 +44,11 @@ class HeadCost:
 
 
 def head_costs(name_or_path: str, profile: Profile) -> list[HeadCost]:
-    """Return what each usual draft head of a model costs on a D0 of ``profile``. The model is given by name or
-    directory, as for ``model_size.model_bytes``; the profile may be scaled to a model or not."""
+    """Return what each usual draft head of a model costs on a D0 of ``profile``.
+
+    The model is given by name or directory, as for ``model_size.model_bytes``; the profile may be scaled to a model
+    or not.
+    """
     hidden, vocabulary, heads = usual_heads_of(name_or_path)
     memory = profile.memory
     room = memory.usable_mb - memory.process_mb - process_memory().d0 if memory else float("inf")

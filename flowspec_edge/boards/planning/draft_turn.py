@@ -17,7 +17,7 @@ from flowspec_edge.model.draft_kinds import EAGLE2
 
 @dataclass(frozen=True)
 class DraftTurn:
-    """In seconds.
+    """D0's times in a slot, in seconds.
 
     output  lm_head, sampling and bookkeeping for a segment's rows
     draft   a pass of the draft head over one level of a tree, or a level's share of a block drafter's pass
@@ -60,9 +60,11 @@ class DraftTurn:
 
 def draft_turn(d0: Profile, slot: float, rows: int, kind: DraftKind = EAGLE2,
                torch_device: str = "") -> DraftTurn:
-    """For segments of ``rows`` rows and trees of the default width, drafted by ``kind``; ``slot`` in seconds.
+    """Return D0's times for segments of ``rows`` rows and trees of the default width, drafted by ``kind``.
 
-    ``d0`` is scaled to the model and at the planned context; ``torch_device`` "" is the profile's.
+    d0            scaled to the model and at the planned context
+    slot          in seconds
+    torch_device  "" is the profile's
     """
     from flowspec_edge.strategies.tree_strategy import TreeParameters
 
@@ -72,7 +74,7 @@ def draft_turn(d0: Profile, slot: float, rows: int, kind: DraftKind = EAGLE2,
 
 
 def device_mismatch(profile: Profile, torch_device: str) -> str:
-    """Why ``profile`` does not describe a board that computes on ``torch_device``; "" if it may."""
+    """Return why ``profile`` does not describe a board that computes on ``torch_device``; "" if it may."""
     measured = profile.conditions.device.partition(":")[0] if profile.conditions else ""
     device = torch_device.partition(":")[0]
     if not measured or measured == device:

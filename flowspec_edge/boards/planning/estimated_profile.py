@@ -36,10 +36,11 @@ _LAYER, _LM_HEAD, _SMALL, _ROW = 405.0, 262.0, 2200.0, 0.404
 
 
 def board_profile(inventory: Inventory, device: DeviceEntry, path: Path) -> tuple[Profile, str]:
-    """Return the profile that the board's entry in the file ``path`` names, or an estimate. The second value says what
-    the estimate rests on, and is "" for a complete profile.
+    """Return the profile that the board's entry in the file ``path`` names, or an estimate.
 
-    UsageError if the entry names a profile that does not exist.
+    The second value says what the estimate rests on, and is "" for a complete profile.
+
+    Raise UsageError if the entry names a profile that does not exist.
     """
     profile = device_profile(device, path)
     if profile and profile.memory:
@@ -51,13 +52,13 @@ def board_profile(inventory: Inventory, device: DeviceEntry, path: Path) -> tupl
 
 
 def is_known(device: DeviceEntry, path: Path) -> bool:
-    """Whether the file says anything of the board's speed or memory."""
+    """Return whether the file says anything of the board's speed or memory."""
     facts = (device.memory_mb, device.cores, device_profile(device, path))
     return any(value is not None for value in facts)
 
 
 def estimated(device: DeviceEntry, torch_device: str) -> tuple[Profile, str]:
-    """A profile, and what it rests on, in words."""
+    """Estimate a profile, and say in words what it rests on."""
     on_gpu = torch_device.startswith("cuda")
     cores = device.cores or _UNKNOWN_CORES
     gb_per_s, rate = _GPU if on_gpu else (min(_CPU_GB_PER_S, _CORE[0] * cores), _CORE[1] * cores)

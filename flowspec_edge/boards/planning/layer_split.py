@@ -24,7 +24,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def problem_for(size: ModelBytes, context: int, concurrency: int, boards: int) -> SplitProblem:
-    """``concurrency`` requests share ``context`` tokens."""
+    """Return the problem of a split for ``concurrency`` requests that share ``context`` tokens."""
     from flowspec_edge.d0.capacity import cache_rows  # loads torch
 
     rows = cache_rows(context, concurrency, Params(), max(1, boards - 1))
@@ -32,7 +32,7 @@ def problem_for(size: ModelBytes, context: int, concurrency: int, boards: int) -
 
 
 def split_evenly(layers: int, stages: int) -> Ranges:
-    """[lo, hi) of each stage, the first ones one longer; UsageError for more stages than layers."""
+    """Return [lo, hi) of each stage, the first ones one longer; raise UsageError for more stages than layers."""
     if stages > layers:
         raise UsageError(f"{stages} stages are more than the model's {layers} layers")
     ranges = _assign(layers, [layers] * stages, lambda stage, count: count)
@@ -41,7 +41,7 @@ def split_evenly(layers: int, stages: int) -> Ranges:
 
 
 def split_in_order(stages: Sequence[CandidateBoard], problem: SplitProblem) -> Ranges | None:
-    """[lo, hi) of each stage, V1 first, with the slowest stage as fast as possible; None if none fits."""
+    """Return [lo, hi) of each stage, V1 first, with the slowest stage as fast as possible; None if none fits."""
     limits = [problem.layers_within(board) for board in stages]
 
     def seconds(stage: int, count: int) -> float:
@@ -52,7 +52,10 @@ def split_in_order(stages: Sequence[CandidateBoard], problem: SplitProblem) -> R
 
 def plan_as_listed(d0: CandidateBoard, verify: Sequence[CandidateBoard], problem: SplitProblem,
                    ranges: Ranges | None = None) -> PipelinePlan:
-    """``ranges`` default to :func:`split_in_order`; DoesNotFit, without a reason, for too little memory."""
+    """Plan the boards as they are listed; ``ranges`` default to :func:`split_in_order`.
+
+    Raise DoesNotFit, without a reason, for too little memory.
+    """
     ranges = ranges or split_in_order(verify, problem)
     if ranges is None or d0.room < problem.d0 or any(
             problem.stage(hi - lo) > board.room for board, (lo, hi) in zip(verify, ranges, strict=True)):
@@ -71,7 +74,7 @@ def plan_as_listed(d0: CandidateBoard, verify: Sequence[CandidateBoard], problem
 
 
 def _assign(layers: int, limits: Sequence[int], seconds: Callable[[int, int], float]) -> Ranges | None:
-    """Each further layer goes to the stage that is fastest with it: optimal, as layers only slow stages."""
+    """Give each further layer to the stage that is fastest with it: optimal, as layers only slow stages."""
     if min(limits) < 1 or len(limits) > layers or sum(limits) < layers:
         return None
     counts = [1] * len(limits)

@@ -28,7 +28,9 @@ Setting = Callable[[str, str | int], str]  # how the user writes a setting
 class MemoryCheck:
     def __init__(self, model: str, dtype: PlanDtype, cluster: ClusterSettings, at_once: int, boards: int,
                  profiles: Mapping[str, Profile], drafting: StoredDraft | None = None) -> None:
-        """profiles  by the boards' names, each with [memory]
+        """Take what the boards' memory must hold.
+
+        profiles  by the boards' names, each with [memory]
         boards    size of the cluster
         drafting  what requests draft with; None: with nothing that takes memory
         """
@@ -46,7 +48,7 @@ class MemoryCheck:
         return spec.for_model(self.problem.size)[0]
 
     def split(self, draft: DeviceEntry, verify: Sequence[DeviceEntry]) -> Ranges:
-        """Return the layers of the stages in this order; DoesNotFit, in bytes, if memory is too small."""
+        """Return the layers of the stages in this order; raise DoesNotFit, in bytes, if memory is too small."""
         stages = [self.board(device) for device in verify]
         ranges = split_in_order(stages, self.problem)
         if ranges is None or self.board(draft).room < self.problem.d0:
@@ -54,8 +56,10 @@ class MemoryCheck:
         return ranges
 
     def check(self, draft: DeviceEntry, stages: Stages, unknown_memory: Collection[str] = ()) -> None:
-        """Raise DoesNotFit for the first board whose memory is too small for its layers. Boards without a profile, and
-        those in ``unknown_memory``, are not checked."""
+        """Raise DoesNotFit for the first board whose memory is too small for its layers.
+
+        Boards without a profile, and those in ``unknown_memory``, are not checked.
+        """
         with_profile = self._profiles.keys() - set(unknown_memory)
         if draft.name in with_profile:
             self._check(draft, self.problem.d0, "drafting")
@@ -77,7 +81,10 @@ class MemoryCheck:
 
 def check_parts(manifest: Manifest, cluster: ClusterSettings, concurrency: int, stages: Stages,
                 profiles: Mapping[str, Profile]) -> None:
-    """Check the stages of a sharded model as :meth:`MemoryCheck.check` does. D0's memory is checked with its board."""
+    """Check the stages of a sharded model as :meth:`MemoryCheck.check` does.
+
+    D0's memory is checked with its board.
+    """
     from flowspec_edge.d0.capacity import cache_rows, tentative_rows
     from flowspec_edge.strategies.params import Params
 
@@ -114,7 +121,7 @@ def _option(key: str, value: str | int) -> str:
 
 def memory_error(boards: Sequence[CandidateBoard], problem: SplitProblem, size_in: SizeIn,
                  setting: Setting = _option) -> DoesNotFit:
-    """The error for a problem for which ``planner.plan`` or ``layer_split`` found no split."""
+    """Return the error for a problem for which ``planner.plan`` or ``layer_split`` found no split."""
     size, layers_with_room = problem.size, most_layers(boards, problem)
     if layers_with_room >= size.layers:  # only this order or these layers do not fit
         return DoesNotFit(

@@ -26,7 +26,7 @@ Number = Annotated[int, Field(ge=0)]
 
 
 class Matrices(StrictModel):
-    """``count`` matrices of a shape that may be quantised.
+    """Several matrices of one shape, ``count`` of them, that may be quantised.
 
     stored  as a GGUF file has them: in 4 or 8 bits, or "16bit"; None: as the plan says
     """
@@ -59,7 +59,7 @@ class PartShape(StrictModel):
 
 
 class ExpertsShape(StrictModel):
-    """``count`` experts of one ``expert``, of which a row chooses ``chosen``."""
+    """The experts of a layer, ``count`` of one ``expert``, of which a row chooses ``chosen``."""
 
     count: Number
     chosen: Number
@@ -89,8 +89,11 @@ class HeadShape(StrictModel):
     candidates: Number = 0
 
     def unread(self, width: int, packed: Packed | None) -> float:
-        """Return the bytes that a pass does not read: of an lm_head, and of the experts that no row of a level of the
-        default tree chooses on average, if rows choose independently."""
+        """Return the bytes that a pass does not read.
+
+        They are of an lm_head, and of the experts that no row of a level of the default tree chooses on average, if
+        rows choose independently.
+        """
         lm_head = self.rescored
         head_bytes = 0 if lm_head is None else max(0, lm_head.nbytes(width, packed) - rescored_bytes(
             TreeParameters().width * self.candidates, lm_head.rows, lm_head.columns, width, packed))
@@ -113,9 +116,14 @@ class CacheBytes(StrictModel):
 
 
 class ModelParts(StrictModel):
-    """``layers``: the distinct ones; ``group``: of int4, in a GGUF file; ``drafts``: by kind; ``caches``: by
-    "16bit" or "int8", then by the width of a value in bytes; ``queries``: values of a row's queries in layers that see
-    the whole text, as an average over all layers."""
+    """The shapes of a model's parts.
+
+    layers   the distinct ones
+    group    of int4, in a GGUF file
+    drafts   by kind
+    caches   by "16bit" or "int8", then by the width of a value in bytes
+    queries  values of a row's queries in layers that see the whole text, as an average over all layers
+    """
 
     family: str
     count: Number  # of layers

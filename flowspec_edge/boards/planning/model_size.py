@@ -31,7 +31,9 @@ _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "int4": 2}  # bytes of a value outsid
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """A model's parts in bytes, in the element type ``dtype``. Token embeddings stay in their file.
+    """A model's parts in bytes, in the element type ``dtype``.
+
+    Token embeddings stay in their file.
 
     max_positions    the model's limit on tokens of prompt and answer together
     layer            weights of one decoder layer (the largest)
@@ -111,7 +113,7 @@ class ModelBytes:
         return self.layers * self.layer_values + 2 * self.vocabulary * self.hidden_width
 
     def without_head(self) -> ModelBytes:
-        """For drafts by n-grams: D0 holds lm_head alone."""
+        """Return the parts for drafts by n-grams: D0 holds lm_head alone."""
         return replace(self, draft=0, draft_unread=0, draft_lm_head=0, draft_kv_row=0, planned=NGRAMS)
 
     @property
@@ -119,15 +121,17 @@ class ModelBytes:
         return self.layers * self.layer + self.norm
 
     def layer_read(self, rows: float, correlation: float = 0.0) -> float:
-        """Bytes of a layer's weights that a pass of ``rows`` reads, whose experts have this correlation."""
+        """Return the bytes of a layer's weights that a pass of ``rows`` reads, whose experts have this correlation."""
         if not self.experts:
             return self.layer
         touched = correlated(self.experts, self.experts_per_token, rows, correlation)
         return self.layer - self.expert * (self.experts - touched)
 
     def layer_cache(self, rows: int, requests: int, tentative: int) -> int:
-        """Bytes in an average layer of a cache of ``rows`` rows, as ``manifest.reserved`` says, and of the
-        requests' states."""
+        """Return the bytes of a cache of ``rows`` rows and of the requests' states in an average layer.
+
+        The rows of a window are as ``manifest.reserved`` says.
+        """
         window_rows = reserved(self.window, rows, requests, tentative)
         by_row = round(self.kv_row * (self.windowed * window_rows + (1 - self.windowed) * rows))
         return by_row + requests * self.state
@@ -140,15 +144,21 @@ class ModelBytes:
 def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = None,
                 kv_cache: CacheBits = "16bit", draft: PlannedDraftName = "head", using: StoredDraft | None = None,
                 candidates: int | None = None) -> ModelBytes:
-    """Of a model by name or directory, a checkpoint or its config.json, or OWNER/NAME on the hub, of which
+    """Return a model's parts in bytes, in the element type ``dtype``.
+
+    The model is given by name or directory, a checkpoint or its config.json, or OWNER/NAME on the hub, of which
     only config.json is fetched.
 
-    "int4": 4 bits for the matrices of the decoder layers, 16 bits for all else, but for lm_head, which is
-    in ``lm_head``, and a draft head's matrices (``sizes.draft_bits``); None: the sharder's default for ``dtype``.
-    ``kv_cache``: of the stages; the draft head's is in 16 bits.  ``draft``: see ``planned_draft``; ``using``:
-    this one instead, of any kind.  ``candidates``: of the candidate head, None: the sharder's default.
-    UsageError if there is no model that stages can run, or no MTP layer where one is wanted; FlowspecError
-    for damaged or incomplete weights.
+    dtype       "int4": 4 bits for the matrices of the decoder layers, 16 bits for all else, but for lm_head and a
+                draft head's matrices (``sizes.draft_bits``)
+    lm_head     its bits; None: the sharder's default for ``dtype``
+    kv_cache    of the stages; the draft head's is in 16 bits
+    draft       see ``planned_draft``
+    using       this draft model instead, of any kind
+    candidates  of the candidate head; None: the sharder's default
+
+    Raise UsageError if there is no model that stages can run, or no MTP layer where one is wanted.  Raise
+    FlowspecError for damaged or incomplete weights.
     """
     if using is None and (entry := _catalogue_entry(name_or_path)):
         name, shape = entry
@@ -161,7 +171,10 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
 
 
 def usual_heads_of(name_or_path: str) -> tuple[int, int, dict[str, HeadShape]]:
-    """The width and vocabulary of a model, and the usual head of every kind for it; as for :func:`model_bytes`."""
+    """Return the width and vocabulary of a model, and the usual head of every kind for it.
+
+    The model is given as for :func:`model_bytes`.
+    """
     if entry := _catalogue_entry(name_or_path):
         _, shape = entry
         return shape.hidden, shape.vocabulary, shape.drafts
@@ -172,7 +185,7 @@ def usual_heads_of(name_or_path: str) -> tuple[int, int, dict[str, HeadShape]]:
 
 
 def _catalogue_entry(name_or_path: str) -> tuple[str, ModelParts] | None:
-    """A model of the catalogue that is not on this machine."""
+    """Return a model of the catalogue that is not on this machine, with its name; None if it is no such model."""
     entry = find_known_model(name_or_path)
     shape = shipped_parts().get(entry[0]) if entry and model_path(name_or_path) is None else None
     return (entry[0], shape) if entry and shape else None
@@ -180,8 +193,11 @@ def _catalogue_entry(name_or_path: str) -> tuple[str, ModelParts] | None:
 
 def ranking_bytes(kind: DraftKind, head: HeadShape, vocabulary: int, hidden: int, width: int, bits: HeadBits,
                   candidates: int | None = None) -> tuple[int, int, int]:
-    """What lets a head rank by the target's lm_head in ``bits``: bytes of it in memory beside lm_head, bytes of
-    lm_head that a pass reads, and candidates.  ``candidates`` as for :func:`model_bytes`."""
+    """Return what lets a head rank by the target's lm_head in ``bits``.
+
+    The values are bytes of it in memory beside lm_head, bytes of lm_head that a pass reads, and candidates.
+    ``candidates`` as for :func:`model_bytes`.
+    """
     if head.own_lm_head:
         return 0, 0, 0
     packed = packed_as(bits)

@@ -15,7 +15,7 @@ ENGINE_MB = 400  # assumed for a compiled engine's process with CUDA's context a
 
 
 def rate_text(tokens_per_second: float, decimals: int = 1) -> str:
-    """A predicted rate, with no decimals where it is in thousands, as a small model's is."""
+    """Write a predicted rate, with no decimals where it is in thousands, as a small model's is."""
     if tokens_per_second >= 999.5:
         return f"{tokens_per_second:,.0f}"
     return f"{tokens_per_second:.{decimals if tokens_per_second >= 1 else 2}f}"
@@ -23,7 +23,10 @@ def rate_text(tokens_per_second: float, decimals: int = 1) -> str:
 
 @dataclass(frozen=True)
 class SingleBoardEstimate:
-    """``enough``: whether one board is at least as fast as the pipeline; None if nothing was predicted."""
+    """What one board would do alone.
+
+    ``enough`` says whether one board is at least as fast as the pipeline; None if nothing was predicted.
+    """
 
     board: str
     text: str
@@ -34,19 +37,21 @@ class SingleBoardEstimate:
 
 
 def single_board_headroom(board: CandidateBoard, problem: SplitProblem) -> int:
-    """Bytes left if ``board`` runs both D0 and a V1 with all layers, in one process; negative: too few."""
+    """Return the bytes left if ``board`` runs both D0 and a V1 with all layers, in one process; negative: too few."""
     return board.room - problem.d0 - problem.stage(problem.size.layers)
 
 
 def plain_tokens_per_second(board: CandidateBoard, problem: SplitProblem) -> float:
-    """Of plain decoding on ``board`` alone, whose profile is scaled to the model: all layers and lm_head on
-    one row."""
+    """Predict the tokens/s of plain decoding on ``board`` alone: all layers and lm_head on one row.
+
+    The board's profile is scaled to the model.
+    """
     profile, size = board.profile, problem.size
     return 1 / (profile.stage_seconds(1, size.layers, problem.context) + profile.verify_seconds(1))
 
 
 def best_alone(boards: Sequence[CandidateBoard], problem: SplitProblem) -> CandidateBoard | None:
-    """The fastest of the boards that can hold everything alone."""
+    """Return the fastest of the boards that can hold everything alone."""
     able = [b for b in boards if single_board_headroom(b, problem) >= 0]
     return min(able, key=lambda b: b.profile.stage_seconds(problem.rows, problem.size.layers, problem.context)
                + b.profile.verify_seconds(problem.rows), default=None)
@@ -61,8 +66,11 @@ class SmallestBoard:
 
 
 def smallest_board(problem: SplitProblem, candidates: Sequence[CandidateBoard] = ()) -> SmallestBoard | None:
-    """Return the board with the least memory that runs the model alone. The choice is among ``candidates`` and the
-    single boards whose profiles come with the package; None if none has room."""
+    """Return the board with the least memory that runs the model alone.
+
+    The choice is among ``candidates`` and the single boards whose profiles come with the package; None if none has
+    room.
+    """
     boards = [CandidateBoard(board.profile.name, board.profile) for board in candidates]
     boards += [CandidateBoard(profile.name, scaled(profile, problem.size)[0]) for name in profile_names()
                if (profile := load_profile(name)).kind == "device" and profile.memory

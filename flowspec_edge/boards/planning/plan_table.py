@@ -14,14 +14,14 @@ _SINGLE_BOARD = "D0+V1"  # the role of a board that runs both, in one process
 
 @dataclass(frozen=True)
 class BoardRow:
-    """``role``: "D0", "V1", …, "D0+V1", or None for an unused board.
+    """A board's row; ``role``: "D0", "V1", …, "D0+V1", or None for an unused board.
 
-    layers       [lo, hi) of the model
-    headroom_mb  usable memory that stays free
-    stage_ms     time of a segment in its layers; None for D0
-    scaled       how its profile was scaled to the model; "" if it was measured with that model
-    basis        what stage_ms rests on; "bandwidth": the memory bandwidth that other engines reach
-    assumed  from what its profile was estimated; "" if the file names one
+    layers          [lo, hi) of the model
+    headroom_mb     usable memory that stays free
+    stage_ms        time of a segment in its layers; None for D0
+    scaled          how its profile was scaled to the model; "" if it was measured with that model
+    basis           what stage_ms rests on; "bandwidth": the memory bandwidth that other engines reach
+    assumed         from what its profile was estimated; "" if the file names one
     stage_ms_range  from the fastest to the slowest by such a bandwidth; None if it is not known
     """
 
@@ -48,7 +48,7 @@ class BoardRow:
 
 
 def plan_rows(plan: PipelinePlan, scaled: Mapping[str, Scaling]) -> list[BoardRow]:
-    """D0, the stages in order, then the unused boards; ``scaled`` is by the boards' names."""
+    """Return the rows of D0, the stages in order, then the unused boards; ``scaled`` is by the boards' names."""
     problem, last = plan.problem, len(plan.stages)
     d0_kv = problem.cached * problem.size.draft_kv_row
     rows = [_row(plan.d0, scaled, "D0", problem.size.d0_weights, d0_kv)]

@@ -24,7 +24,9 @@ DEPTHS = 8  # of a tree in the default strategy: a pass for each, or one of a bl
 
 @dataclass(frozen=True)
 class PlannedDraft:
-    """origin      "here": on this machine; "published": the catalogue knows it; "untrained": there is
+    """What D0 drafts with by a plan.
+
+    origin      "here": on this machine; "published": the catalogue knows it; "untrained": there is
                 none yet, and its size is that of the usual one; "text": n-grams
     repository  of a published one, OWNER/NAME
     """
@@ -49,7 +51,7 @@ class PlannedDraft:
         return {"kind": self.kind.name, "origin": self.origin, "repository": self.repository}
 
     def setting(self) -> str:
-        """What ``--draft`` or ``draft`` of a cluster file must name to get it; "" if nothing."""
+        """Return what ``--draft`` or ``draft`` of a cluster file must name to get it; "" if nothing."""
         return self.kind.name if self.by_ngrams or self.kind.by_name_only else ""
 
 
@@ -66,7 +68,7 @@ NGRAMS = PlannedDraft(NGRAM, "text")
 
 def _choose(draft: PlannedDraftName, local_drafts: Collection[str], published: Sequence[tuple[str, str]]
             ) -> PlannedDraft:
-    """The draft of a model that has the kinds ``local_drafts``, and for which (kind, repository) are published.
+    """Choose the draft of a model that has the kinds ``local_drafts``, and for which (kind, repository) are published.
 
     Heads come first, as when a model is run: an MTP layer drafts only if it is named.
     """
@@ -86,9 +88,9 @@ def _choose(draft: PlannedDraftName, local_drafts: Collection[str], published: S
 
 def planned_for(name_or_path: str, draft: PlannedDraftName, local_drafts: Collection[str], family: str,
                 model: OpenModel | None = None, from_weights: bool = False) -> PlannedDraft:
-    """The draft of a model of ``family`` that has draft models of the kinds ``local_drafts``.
+    """Return the draft of a model of ``family`` that has draft models of the kinds ``local_drafts``.
 
-    UsageError without the MTP layer that is wanted: a ``model`` whose weights are here must have it.
+    Raise UsageError without the MTP layer that is wanted: a ``model`` whose weights are here must have it.
     """
     entry = find_known_model(name_or_path)
     kind = DRAFT_KINDS.get(draft)
@@ -100,7 +102,7 @@ def planned_for(name_or_path: str, draft: PlannedDraftName, local_drafts: Collec
 
 
 def level_seconds(d0: Profile, kind: DraftKind, nodes: int) -> float:
-    """D0's time to draft a level of a tree: a pass, or a level's share of a block drafter's only pass."""
+    """Return D0's time to draft a level of a tree: a pass, or a level's share of a block drafter's only pass."""
     if kind == NGRAM:
         return 0.0
     seconds = d0.draft_seconds(kind.name, nodes)

@@ -42,7 +42,7 @@ _NEVER = np.int64(2**61)
 
 @dataclass(frozen=True)
 class CandidateBoard:
-    """``role``: "draft" must be D0; "verify" is a stage or unused; for "auto" the planner decides."""
+    """A board for the planner; ``role``: "draft" must be D0; "verify" is a stage or unused; "auto" is open."""
 
     name: str
     profile: Profile
@@ -64,9 +64,11 @@ class CandidateBoard:
 
 @dataclass(frozen=True)
 class SplitProblem:
-    """``tentative``: further cache rows, for the drafts of all requests (the draft session's ``cache_rows``).
+    """What a split must hold.
 
-    ``rows``: of the segment whose time is minimised; ``requests``: at once.
+    tentative  further cache rows, for the drafts of all requests (the draft session's ``cache_rows``)
+    rows       of the segment whose time is minimised
+    requests   at once
     """
 
     size: ModelBytes
@@ -90,7 +92,7 @@ class SplitProblem:
         return self.size.layer_cache(self.cached, self.requests, self.tentative // self.requests)
 
     def stage(self, layers: int) -> int:
-        """Bytes: layers, their cache, and the final norm."""
+        """Return a stage's bytes: layers, their cache, and the final norm."""
         return layers * self.layer + self.size.norm
 
     @property
@@ -104,9 +106,10 @@ class SplitProblem:
         return self.d0_part + round(process_memory().d0 * 1e6)
 
     def prompt_rows_that_fit(self, board: CandidateBoard, layers: int, drafts: bool = False) -> int:
-        """Rows of a prompt's segment for which ``board`` has memory beside ``layers`` and, if it ``drafts``, D0's part.
+        """Return the rows of a prompt's segment for which ``board`` has memory.
 
-        Those of ``USUAL`` rows are part of a process's memory.  Recurrent layers compute no more at once.
+        The memory is what is left beside ``layers`` and, if the board ``drafts``, D0's part.  What ``USUAL`` rows take
+        is part of a process's memory.  Recurrent layers compute no more at once.
         """
         size = self.size
         if size.state:
@@ -167,20 +170,21 @@ Rate = Callable[[CandidateBoard, float, float], float]  # of (D0, the slowest st
 
 
 def shortest_slot(d0: CandidateBoard, slowest: float, latency: float) -> float:
-    """The rate of a pipeline that several requests keep full."""
+    """Return the rate of a pipeline that several requests keep full."""
     return 1 / slowest
 
 
 def plan(boards: Sequence[CandidateBoard], problem: SplitProblem, rate: Rate = shortest_slot) -> PipelinePlan:
-    """The best split by the objectives of this module; :class:`DoesNotFit` if there is none.
+    """Find the best split by the objectives of this module.
 
-    UsageError for fewer than two boards, several with the role "draft", or a profile without [memory].
+    Raise :class:`DoesNotFit` if there is none.  Raise UsageError for fewer than two boards, several with the role
+    "draft", or a profile without [memory].
     """
     return search(boards, problem, rate)[0]
 
 
 def search(boards: Sequence[CandidateBoard], problem: SplitProblem, rate: Rate) -> list[PipelinePlan]:
-    """The best split, then others that were compared with it, each of other boards: the best first.
+    """Return the best split, then others that were compared with it, each of other boards: the best first.
 
     The boards of the split with the fastest slowest stage are among theirs.  Errors as for :func:`plan`.
     """
@@ -207,7 +211,12 @@ def search(boards: Sequence[CandidateBoard], problem: SplitProblem, rate: Rate) 
 
 @dataclass(frozen=True)
 class _Split:
-    """``slowest`` in ns; ``cost``: latency in ns × _COUNT + boards; ``stages``: (board, layers, is V1)."""
+    """A split of the layers.
+
+    slowest  in ns
+    cost     latency in ns × _COUNT + boards
+    stages   (board, layers, is V1)
+    """
 
     rate: float
     slowest: int
@@ -239,7 +248,7 @@ class _Split:
 
 def _frontier(d0: _Table, others: Sequence[_Table], layers: int, rate: Rate, compared: Sequence[_Split]
               ) -> Iterator[_Split]:
-    """Splits with this D0 among which is the best, unless one of ``compared`` is better.
+    """Yield splits with this D0 among which is the best, unless one of ``compared`` is better.
 
     For a time limit of the slowest stage the least latency follows from a dynamic program.  It falls as the
     limit rises, so between two limits no split is better than (the lower limit, the latency of the upper
@@ -281,7 +290,7 @@ def _frontier(d0: _Table, others: Sequence[_Table], layers: int, rate: Rate, com
 
 
 def most_layers(boards: Sequence[CandidateBoard], problem: SplitProblem) -> int:
-    """The number of layers that fit, for the best choice of D0; -1 if no board can be D0."""
+    """Return the number of layers that fit, for the best choice of D0; -1 if no board can be D0."""
     most = -1
     for d0 in [b for b in boards if b.role == "draft"] or [b for b in boards if b.role == "auto"]:
         if d0.room < problem.d0:
@@ -306,14 +315,14 @@ class _Table:
         self.most = 0 if board.role == "draft" else problem.layers_within(board)
 
     def within(self, limit: int) -> int:
-        """The most layers that keep every time within ``limit``."""
+        """Return the most layers that keep every time within ``limit``."""
         if self.occupied > limit:
             return 0
         k = int(np.searchsorted(self.stage, limit, side="right")) - 1  # stage[0] = 0: at least 0
         return min(k, self.most)
 
     def reason_unused(self, slowest: int, shortest: int) -> str:
-        """``shortest``: the fastest slowest stage that the boards allow, in ns."""
+        """Return why the board is not used; ``shortest``: the fastest slowest stage that the boards allow, in ns."""
         if self.board.role == "draft":
             return "another board drafts"
         if not self.most:
@@ -335,7 +344,7 @@ def _ns(seconds: float) -> int:
 
 
 def _candidates(tables: Sequence[_Table], problem: SplitProblem) -> list[_Table]:
-    """The boards that may be D0; of identical ones, only the first."""
+    """Return the boards that may be D0; of identical ones, only the first."""
     if len(tables) < 2:
         raise UsageError("a pipeline needs at least two boards: D0 and a stage")
     if len(tables) >= _COUNT:
@@ -352,7 +361,7 @@ def _candidates(tables: Sequence[_Table], problem: SplitProblem) -> list[_Table]
 
 
 def _limits(others: Sequence[_Table], layers: int, at_least: int) -> list[int]:
-    """The time limits, rising, within which ``others`` hold all layers; D0's port takes ``at_least``."""
+    """Return the time limits, rising, within which ``others`` hold all layers; D0's port takes ``at_least``."""
     every = {at_least, *(t.occupied for t in others)}
     for table in others:
         every.update(table.stage[1:].tolist())
@@ -368,13 +377,13 @@ def _limits(others: Sequence[_Table], layers: int, at_least: int) -> list[int]:
 
 
 def _holds(others: Sequence[_Table], layers: int, limit: int) -> bool:
-    """Whether all layers can be placed if each board takes as many as it can."""
+    """Return whether all layers can be placed if each board takes as many as it can."""
     return sum(table.within(limit) for table in others) >= layers
 
 
 def _least_latency(d0: _Table, others: Sequence[_Table], layers: int, limit: int,
                   ) -> tuple[int, list[tuple[_Table, int, bool]]]:
-    """The least latency with no stage slower than ``limit``: (cost, [(stage, layers, is V1)]).
+    """Return the least latency with no stage slower than ``limit``: (cost, [(stage, layers, is V1)]).
 
     A dynamic program over (boards considered, V1 chosen, layers placed).  In the best order the cost of the
     hops depends on the chosen boards alone: on the path from V1 = v to D0 = d each hop costs the larger of
@@ -420,7 +429,7 @@ def _least_latency(d0: _Table, others: Sequence[_Table], layers: int, limit: int
 
 
 def _in_order(d0: _Table, stages: list[tuple[_Table, int, bool]]) -> list[tuple[_Table, int]]:
-    """V1 first, then by port, the slow ports next to the slower one of V1 and D0."""
+    """Order the stages: V1 first, then by port, the slow ports next to the slower one of V1 and D0."""
     [first] = [(t, k) for t, k, is_first in stages if is_first]
     others = sorted(((t, k) for t, k, is_first in stages if not is_first), key=lambda s: s[0].port,
                     reverse=first[0].port >= d0.port)

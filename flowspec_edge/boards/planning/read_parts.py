@@ -1,5 +1,6 @@
-"""Reads the shapes of a model's parts from its config.json, through modules on the meta device; weight
-files must agree.
+"""Reads the shapes of a model's parts from its config.json, through modules on the meta device.
+
+Weight files must agree.
 
 ``python -m flowspec_edge.boards.planning.read_parts`` writes those of the catalogue's models to models/parts.json.
 """
@@ -57,7 +58,7 @@ _WIDTHS = (2, 4)  # bytes of a value
 
 def read_model(name_or_path: str, packed: bool, draft: PlannedDraftName, using: StoredDraft | None
                ) -> tuple[str, PlannedDraft, ModelParts]:
-    """A model's name, what D0 drafts with, and shapes; arguments and errors as for ``model_size.model_bytes``.
+    """Return a model's name, what D0 drafts with, and shapes; arguments and errors as for ``model_size.model_bytes``.
 
     packed  whether the layers' matrices are planned in 4 bits: those of a GGUF file keep their blocks then
     """
@@ -78,19 +79,23 @@ def read_model(name_or_path: str, packed: bool, draft: PlannedDraftName, using: 
 
 
 def target_decoder(name_or_path: str) -> DecoderConfig:
-    """What a target's layers are, without a download of weights; errors as for :func:`read_model`."""
+    """Return what a target's layers are, without a download of weights; errors as for :func:`read_model`."""
     return _locate(name_or_path).decoder
 
 
 def target_config(name_or_path: str) -> Any:
-    """transformers' configuration of the target, without a download of weights; errors as for
-    :func:`read_model`."""
+    """Return the target's configuration as transformers reads it, without a download of weights.
+
+    Errors as for :func:`read_model`.
+    """
     return _locate(name_or_path).parsed()
 
 
 @dataclass(frozen=True)
 class _Located:
-    """target   its directory, or None
+    """A model that was found by its name or directory.
+
+    target   its directory, or None
     drafts   its draft models here, by kind
     fields   of config.json
     decoder  what they mean
@@ -130,7 +135,7 @@ def _locate(name_or_path: str) -> _Located:
 
 @lru_cache(maxsize=1)  # a plan asks for one model over and over; with 512 experts a layer it takes seconds
 def _decoder(config: DecoderConfig) -> Decoder:
-    """``skeleton``'s, to read only."""
+    """Return the decoder of ``skeleton``, to read only."""
     return skeleton(config)
 
 
@@ -191,7 +196,7 @@ def _queries(config: DecoderConfig) -> int:
 
 
 def _draft_shape(target: DecoderConfig, kind: DraftKind, directory: Path | None) -> HeadShape:
-    """Of the draft model in ``directory``; None: of a usual one for ``target``."""
+    """Return the shape of the draft model in ``directory``, of a usual one for ``target`` if that is None."""
     if directory and not kind.is_head:  # a model of its own, which is not packed
         files = open_draft(directory)
         values = files.weight_bytes(2) - files.weight_bytes(1)
@@ -200,7 +205,7 @@ def _draft_shape(target: DecoderConfig, kind: DraftKind, directory: Path | None)
 
 
 def assumed_head(target: DecoderConfig, kind: DraftKind) -> nn.Module:
-    """A usual head of ``kind`` for ``target``, on the meta device."""
+    """Return a usual head of ``kind`` for ``target``, on the meta device."""
     return head_format_of(kind).usual(target, kind)
 
 
@@ -235,7 +240,7 @@ def part_shape(module: nn.Module, stored_bits: Mapping[str, HeadBits] = MappingP
 
 
 def _stored_bits(repack: GgufImporter | None, index: int, layer: nn.Module) -> dict[str, HeadBits]:
-    """How a GGUF file's linears of a layer are stored."""
+    """Return how a GGUF file's linears of a layer are stored."""
     if repack is None:
         return {}
     return {name: _bits(repack.scheme_of(f"model.layers.{index}.{name}")) for name, part in layer.named_modules()
@@ -255,7 +260,7 @@ def _numel(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def read_shipped(name: str) -> ModelParts:
-    """A model of the catalogue, with a draft model of every kind that a plan can choose for it."""
+    """Return a model of the catalogue, with a draft model of every kind that a plan can choose for it."""
     fields, origin = known_models()[name].config, f"the catalogue's {name}"
     config = decoder_config(fields, origin)
     return _shape(config, skeleton(config), usual_heads(config), None, False)

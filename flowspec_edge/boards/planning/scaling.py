@@ -40,14 +40,15 @@ class Scaling:
 
 
 def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
-    """The profile for another model.
+    """Scale a profile to another model.
 
     A layer's time scales with the bytes that a pass reads of it: with experts, those that as many rows touch,
     which choose them independently (``ms``) or alike (``shared_ms``); what it reads of a recurrent state
     comes at the memory's bandwidth.  Its time per cached token scales with the hidden width.  lm_head, EAGLE
     head and the layers of kinds with a time of their own take their bytes at a layer's read rate.  A segment's
     overhead, a small draft model's pass, the price of a launch, the link and the memory do not change.
-    UsageError without layer_mb for another model.
+
+    Raise UsageError without layer_mb for another model.
     """
     fitted, scaling = _scaled(profile, size)
     curve = fitted.stage
@@ -62,7 +63,7 @@ def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
 
 
 def _with_attention(curve: StageCurve, profile: Profile, size: ModelBytes) -> StageCurve:
-    """``curve`` with the time that a thousand cached tokens add."""
+    """Return ``curve`` with the time that a thousand cached tokens add."""
     read_bytes = round(size.kv_row * (1 - size.windowed))  # a window's time does not grow with the text
     reading = curve.layers * 1e3 * cache_seconds(profile, read_bytes, 1000)
     if not reading:
@@ -84,8 +85,10 @@ def _with_attention(curve: StageCurve, profile: Profile, size: ModelBytes) -> St
 
 
 def _product_ms(profile: Profile) -> float:
-    """The time of a multiplication in the profile's matrix products of many rows; 0 if it is not known, as from a
-    curve that does not rise."""
+    """Return the time of a multiplication in the profile's matrix products of many rows.
+
+    0 if the time is not known, as from a curve that does not rise.
+    """
     curve, measured = profile.stage, profile.model
     if not curve.rises or curve.shared_ms or not measured.layer_mb:
         return 0.0
@@ -95,7 +98,10 @@ def _product_ms(profile: Profile) -> float:
 
 
 def cache_seconds(profile: Profile, row: int, context: int) -> float:
-    """To read ``context`` cached rows of ``row`` bytes; 0 for a profile without the memory's bandwidth."""
+    """Return the seconds to read ``context`` cached rows of ``row`` bytes.
+
+    0 for a profile without the memory's bandwidth.
+    """
     rate = profile.memory.gb_per_s if profile.memory else None
     return row * context / (rate * 1e9) if rate else 0.0
 
@@ -139,13 +145,13 @@ def _scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
 
 
 def weight_read_ms(profile: Profile, bits: HeadBits) -> float:
-    """The time to read 10^6 bytes of a head's weights of these bits, with the rows of a segment."""
+    """Return the time to read 10^6 bytes of a head's weights of these bits, with the rows of a segment."""
     per_mb = _read_ms(profile)
     return per_mb if bits == "16bit" else _read_quantised_ms(profile, per_mb)
 
 
 def _read_ms(profile: Profile) -> float:
-    """The time to read 10^6 bytes of weights in 16 bits."""
+    """Return the time to read 10^6 bytes of weights in 16 bits."""
     if profile.model.quantised and profile.memory and profile.memory.gb_per_s:
         return 1 / profile.memory.gb_per_s
     assert profile.model.layer_mb
@@ -153,7 +159,7 @@ def _read_ms(profile: Profile) -> float:
 
 
 def _read_quantised_ms(profile: Profile, per_mb: float) -> float:
-    """The time for 10^6 bytes of int4 weights and a segment's rows; int8 is two of its products."""
+    """Return the time for 10^6 bytes of int4 weights and a segment's rows; int8 is two of its products."""
     measured, kernel = profile.model, profile.int4
     if measured.quantised:
         assert measured.layer_mb
@@ -209,12 +215,12 @@ def _layer_ms(profile: Profile, size: ModelBytes, basis: Basis, corners: Sequenc
 
 
 def _expanded_corners(profile: Profile) -> set[float]:
-    """Rows from which on int4 weights are expanded, where the profile's own weights take one time for so many."""
+    """Return the rows from which on int4 weights are expanded, where the profile's own take one time for so many."""
     return {_INT4_ROWS * (1 + 2 * profile.model.bytes_per_value / _INT4_BYTES)}
 
 
 def _read_in_all(size: ModelBytes, rows: float, correlation: float) -> float:
-    """Bytes of a layer if every matrix is read once for 16 of the rows that it multiplies."""
+    """Return the bytes of a layer if every matrix is read once for 16 of the rows that it multiplies."""
     touched = correlated(size.experts, size.experts_per_token, rows, correlation)
     dense = size.layer - size.expert * size.experts
     return (dense * max(1.0, rows / _INT4_ROWS)
@@ -222,8 +228,10 @@ def _read_in_all(size: ModelBytes, rows: float, correlation: float) -> float:
 
 
 def at_context(profile: Profile, size: ModelBytes, context: int) -> Profile:
-    """Return a scaled profile whose passes all read ``context`` cached tokens. That concerns the stages, the EAGLE
-    head, and the kinds of draft model with a time of their own."""
+    """Return a scaled profile whose passes all read ``context`` cached tokens.
+
+    That concerns the stages, the EAGLE head, and the kinds of draft model with a time of their own.
+    """
     curve, draft = profile.stage, profile.draft
 
     def with_cache(times: list[float]) -> list[float]:

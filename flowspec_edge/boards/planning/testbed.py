@@ -29,9 +29,9 @@ _TESTBED = re.compile(rf"(?P<boards>{_BOARD}(?:,{_BOARD})*)/(?P<model>.+)/(?P<dt
 
 
 def profile_or_testbed(name: str, candidates: int | None = None) -> Profile:
-    """A testbed, or what ``load_profile`` takes, whose errors it has; also ``planner.DoesNotFit``.
+    """Return a testbed, or what ``load_profile`` takes; errors as there, and ``planner.DoesNotFit``.
 
-    ``candidates``: of a testbed's candidate head, None: the sharder's default.
+    candidates  of a testbed's candidate head; None: the sharder's default
     """
     match = _TESTBED.fullmatch(name)
     if match:
@@ -86,8 +86,10 @@ def _testbed(match: re.Match[str], candidates: int | None) -> Profile:
 
 
 def _mixed(name: str, shown_model: str, scaled: str, plan: PipelinePlan) -> MixedBoards:
-    """The devices of the planner's split. UsageError if it leaves a board out: figures would be those of
-    other boards than the name says."""
+    """Return the devices of the planner's split.
+
+    Raise UsageError if it leaves a board out: figures would be those of other boards than the name says.
+    """
     if plan.unused_boards:
         unused_names = ", ".join(board.name for board, _ in plan.unused_boards)
         raise UsageError(f"testbed {name}: the planner leaves out {unused_names}: {plan.unused_boards[0][1]}; name the "

@@ -51,8 +51,10 @@ class Throughput:
 
 
 def tokens(by_ngrams: bool, depth: float, passes: float) -> float:
-    """Of a round trip; constant outside the tables' points.  ``by_ngrams``: by look-up, which takes no pass,
-    instead of passes of a draft head."""
+    """Return the tokens of a round trip; constant outside the tables' points.
+
+    by_ngrams  by look-up, which takes no pass, instead of passes of a draft head
+    """
     x = np.log(max(depth, 1.0))
     if by_ngrams:
         return float(np.exp(np.interp(x, np.log(DEPTHS), np.log(WITH_NGRAM))))

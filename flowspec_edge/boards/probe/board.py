@@ -25,7 +25,7 @@ _MODES = re.compile(r"<\s*POWER_MODEL\b[^>]*\bID=(\d+)[^>]*\bNAME=([^\s>]+)", re
 
 @dataclass(frozen=True)
 class BoardInfo:
-    """Empty text or None where the board does not say; memory in 10^6 bytes.
+    """What a board says of itself: empty text or None where it does not say; memory in 10^6 bytes.
 
     machine        the board's model, else the processor's
     power_mode     by name, such as "MAXN_SUPER": ids mean other modes on other boards
@@ -50,7 +50,10 @@ class BoardInfo:
 
 
 def read_board(root: Path = _ROOT, nvpmodel: str | None = None) -> BoardInfo:
-    """``nvpmodel``: output of `nvpmodel -q`; None runs the tool if ``root`` is "/"."""
+    """Read the board's facts below ``root``.
+
+    nvpmodel  output of `nvpmodel -q`; None runs the tool if ``root`` is "/"
+    """
     if nvpmodel is None:
         nvpmodel = output("nvpmodel", "-q") if root == _ROOT else ""
     memory = procfs.sizes(root / "proc/meminfo")
@@ -73,28 +76,28 @@ def board_of(facts: SystemFacts) -> BoardInfo:
 
 
 def resident_mb(pid: int, root: Path = _ROOT) -> float | None:
-    """A process's resident memory, 10^6 bytes; None if it has ended, or without /proc."""
+    """Return a process's resident memory, 10^6 bytes; None if it has ended, or without /proc."""
     return _megabytes(procfs.sizes(root / f"proc/{pid}/status").get("VmRSS"))
 
 
 def mode_numbers(text: str) -> dict[str, str]:
-    """Power mode name → nvpmodel's number, from the text of /etc/nvpmodel.conf and in its order."""
+    """Map the power modes' names to nvpmodel's numbers, from the text of /etc/nvpmodel.conf and in its order."""
     return {name: number for number, name in _MODES.findall(text)}
 
 
 def l4t_release(text: str) -> str:
-    """The release of L4T in the text of /etc/nv_tegra_release, such as "36.4.3"; "" if it names none."""
+    """Return the release of L4T in the text of /etc/nv_tegra_release, such as "36.4.3"; "" if it names none."""
     match = _RELEASE.search(text)
     return f"{match[1]}.{match[2]}" if match else ""
 
 
 def l4t_of(facts: SystemFacts) -> str:
-    """The board's release of L4T; "" if it is no Jetson."""
+    """Return the board's release of L4T; "" if it is no Jetson."""
     return l4t_release(facts.files.get("etc/nv_tegra_release", ""))
 
 
 def processor(root: Path = _ROOT) -> str:
-    """Its name, or "" if the kernel does not tell it."""
+    """Return the processor's name, or "" if the kernel does not tell it."""
     facts: dict[str, str] = {}
     for line in procfs.text(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")

@@ -61,7 +61,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is judged.
+    """A board to be judged, and what is wanted of it.
 
     python      the board's interpreter, as the cluster file names it
     storage     where releases and shards will lie; "": the fullest of the disks
@@ -133,7 +133,9 @@ _Subject = TypeVar("_Subject")
 
 @dataclass(frozen=True)
 class Check(Generic[_Subject]):
-    """``rule`` yields findings about what is asked, "ok" among them, none of them worse than ``severity``.
+    """A check, whose ``rule`` yields findings about what is asked.
+
+    "ok" is among the findings, and none of them is worse than ``severity``.
 
     name      of its findings, unless the rule gives several
     asks      the type of the facts that the rule takes
@@ -151,9 +153,11 @@ class Check(Generic[_Subject]):
 
 
 def judge(scope: CheckScope, subject: object, checks: Sequence[Check[Any]] | None = None) -> list[Finding]:
-    """What the checks of one scope find, in the order of ``CHECKS``; causes come before their consequences.
+    """Return what the checks of one scope find, in the order of ``CHECKS``; causes come before their consequences.
 
-    ``checks``: others than ``CHECKS``.  Those that compute run their computations together first.
+    checks  others than ``CHECKS``
+
+    Checks that compute run their computations together first.
     """
     applicable = [check for check in (CHECKS if checks is None else checks)
                   if scope in check.scopes and isinstance(subject, check.asks)]
@@ -170,7 +174,7 @@ def judge(scope: CheckScope, subject: object, checks: Sequence[Check[Any]] | Non
 
 
 def faults(scope: CheckScope, subject: object) -> list[Finding]:
-    """What failed, and what is worth knowing."""
+    """Return what failed, and what is worth knowing."""
     return [finding for finding in judge(scope, subject) if finding.state in ("failed", "warning")]
 
 
@@ -230,7 +234,10 @@ def _systemd(subject: Subject) -> Iterator[Finding]:
 
 
 def _clock(subject: Subject) -> Iterator[Finding]:
-    """`deploy up` sets a clock that NTP does not keep; if NTP keeps both, one of the two is wrong."""
+    """Compare the board's clock with this machine's.
+
+    `deploy up` sets a clock that NTP does not keep; if NTP keeps both, one of the two is wrong.
+    """
     ahead = subject.facts.ahead
     if abs(ahead) - subject.facts.within <= MAX_CLOCK_SKEW_S:
         return
@@ -253,14 +260,20 @@ def _skew(subject: Subject) -> Iterator[Finding]:
 
 
 def _room(subject: Subject) -> Iterator[Finding]:
-    """Without the model's part; whether an existing environment is the right one is known once the wheels
-    are built: ``room_problems`` asks about both."""
+    """Judge the room for a deployment without the model's part.
+
+    Whether an existing environment is the right one is known once the wheels are built: ``room_problems`` asks about
+    both.
+    """
     home_bytes = 0 if subject.system.environments and not subject.in_image else subject.needs.home_bytes
     yield from _enough_room(_room_for(subject.system, subject.needs, home_bytes))
 
 
 def _room_for(system: SystemFacts, needs: Needs, home_bytes: int, state_bytes: int = 0) -> Room:
-    """An image's archive lies on the disk until Docker has unpacked it, which takes as much again."""
+    """Return the room that is needed on a board.
+
+    An image's archive lies on the disk until Docker has unpacked it, which takes as much again.
+    """
     if needs.image is None:
         return Room(system.disks, home_bytes, state_bytes)
     size = 0 if needs.image.tag in system.docker.images else needs.image.size
@@ -307,7 +320,7 @@ def _ports(subject: Subject) -> Iterator[Finding]:
 
 
 def shared_machine_ids(facts: Mapping[str, BoardFacts]) -> list[Finding]:
-    """A problem for each board that has the machine-id of a board before it.
+    """Return a problem for each board that has the machine-id of a board before it.
 
     If the running kernel is the same, too, both are one machine; if not, one system is a copy of the other.
     """
@@ -332,7 +345,7 @@ def shared_machine_ids(facts: Mapping[str, BoardFacts]) -> list[Finding]:
 
 
 def different_processors(facts: Mapping[str, BoardFacts]) -> list[Finding]:
-    """A finding for each board whose processor differs from the most common; "" is an unknown processor."""
+    """Return a finding for each board whose processor differs from the most common; "" is an unknown processor."""
     architectures = {board: board_facts.system.machine for board, board_facts in facts.items()
                      if board_facts.system.machine}
     names = [*architectures.values()]
@@ -344,7 +357,7 @@ def different_processors(facts: Mapping[str, BoardFacts]) -> list[Finding]:
 
 def result_check(scope: CheckScope, name: str, rule: Callable[[ComputeDevice, ComputationResult], Finding],
                   computes: Callable[[ComputeDevice], Sequence[Computation]]) -> Check[ComputeDevice]:
-    """A check that judges one result.
+    """Make a check that judges one result.
 
     computes  the computation ``name``, or nothing where the check does not apply
     """
@@ -357,7 +370,7 @@ def result_check(scope: CheckScope, name: str, rule: Callable[[ComputeDevice, Co
 def _computed(scope: CheckScope, name: str, function: str,
               rule: Callable[[ComputationResult], Finding] = computed, cuda: bool = False, **arguments: Any
               ) -> Check[ComputeDevice]:
-    """A check that judges the result of one function of ``gpu_check``.
+    """Make a check that judges the result of one function of ``gpu_check``.
 
     function   "module:function"; it takes the device's name and ``arguments``
     cuda       whether it is about GPUs alone
@@ -372,7 +385,7 @@ def _operation(name: str, function: str, **arguments: Any) -> Check[ComputeDevic
 
 
 def _product(kind: str, dtype: str) -> Check[ComputeDevice]:
-    """``dtype``: activations of kinds in 4 bits."""
+    """Make the check of a product with weights of ``kind``; ``dtype``: activations of kinds in 4 bits."""
     name = kind if kind in FULL else f"{kind}, {dtype} activations"
     return result_check("products", name, partial(computing.advised_product, kind=kind), lambda compute_device: [
         computing.product(name, kind, compute_device.name, _SHAPE, _ROWS, dtype)
@@ -454,14 +467,17 @@ CHECKS: tuple[Check[Any], ...] = (
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """``facts`` by board; a board that cannot be reached is in ``problems`` only."""
+    """What was found before a deployment.
+
+    ``facts`` are by board; a board that cannot be reached is in ``problems`` only.
+    """
 
     problems: list[Finding]
     facts: dict[str, BoardFacts]
 
 
 def preflight(inventory: Inventory, needs: Mapping[str, Needs]) -> PreflightReport:
-    """Before a deployment: ask the boards in ``needs`` at once; problems are in the inventory's order."""
+    """Ask the boards in ``needs`` at once, before a deployment; problems are in the inventory's order."""
     devices = [device for device in inventory.device if device.name in needs]
 
     def check_board(device: DeviceEntry) -> BoardFacts | list[Finding]:
@@ -485,7 +501,11 @@ def preflight(inventory: Inventory, needs: Mapping[str, Needs]) -> PreflightRepo
 
 def room_problems(report: PreflightReport, needs: Mapping[str, Needs], digests: Mapping[str, str],
                   missing: Mapping[str, int]) -> list[Finding]:
-    """Of boards without room for the environment with this digest and the part's missing bytes."""
+    """Return the problems of boards without room for the environment and the missing part.
+
+    digests  of the boards' environments
+    missing  bytes of the boards' parts
+    """
     problems = []
     for board, digest in digests.items():
         facts = report.facts[board].system

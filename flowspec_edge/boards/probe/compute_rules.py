@@ -30,7 +30,7 @@ _MB = 10**6
 
 @dataclass(frozen=True)
 class LibraryFacts:
-    """What a release says of itself and of what it is installed with; versions.
+    """The versions that a release says of itself and of what it is installed with.
 
     zmq    ZeroMQ's; ``curve``: whether it can encrypt
     torch  as a process of its own imports it
@@ -74,7 +74,7 @@ class ComputeDevice:
 
 
 def computed(result: ComputationResult) -> Finding:
-    """Whether a computation gave the right result, or any."""
+    """Judge whether a computation gave the right result, or any."""
     if result.fault:
         return Finding(result.name, "failed", result.fault)
     if result.error is None or result.error <= TOLERANCE[result.rounded]:
@@ -84,13 +84,13 @@ def computed(result: ComputationResult) -> Finding:
 
 
 def report_only(result: ComputationResult) -> Finding:
-    """What a computation says; whether it works is for another check to judge."""
+    """Report what a computation says; whether it works is for another check to judge."""
     finding = computed(result)
     return finding if finding.ok else replace(finding, state="skipped")
 
 
 def advisable(kind: str, capability: tuple[int, int] | None) -> bool:
-    """Whether to shard models in ``kind`` for a GPU of this capability (None: CPU), if the kind works."""
+    """Return whether to shard models in ``kind`` for a GPU of this capability (None: CPU), if the kind works."""
     return kind not in BNB or capability != ORIN
 
 
@@ -103,7 +103,7 @@ def installed(device: ComputeDevice) -> Iterator[Finding]:
 
 
 def libraries(device: ComputeDevice) -> Iterator[Finding]:
-    """torch, transformers and the GPU that torch sees."""
+    """Judge torch, transformers and the GPU that torch sees."""
     if device.libraries is None:
         return
     torch, l4t = device.libraries.torch, device.l4t
@@ -131,7 +131,11 @@ def encryption(device: ComputeDevice) -> Iterator[Finding]:
 
 def product(name: str, kind: str, device: str, shape: Sequence[int], rows: Sequence[int], dtype: str
             ) -> Computation:
-    """Of ``rows`` rows with a matrix of ``shape`` (outputs, inputs); ``dtype``: activations of kinds in 4 bits."""
+    """Return the computation of a product.
+
+    The product is of ``rows`` rows with a matrix of ``shape`` (outputs, inputs).  ``dtype`` is the type of the
+    activations of kinds in 4 bits.
+    """
     return Computation(name, "flowspec_edge.boards.gpu_check.kernel_check:product", {
         "kind": kind, "device": device, "shape": list(shape), "rows": list(rows), "dtype": dtype})
 
@@ -155,7 +159,7 @@ def _products(device: ComputeDevice, kinds: Sequence[str]) -> list[Computation]:
 
 
 def right_product(device: ComputeDevice) -> Iterator[Finding]:
-    """Whether the weights that need no library of their own multiply."""
+    """Judge whether the weights that need no library of their own multiply."""
     kind = _full(device)
     if kind not in device.results:
         return
@@ -168,7 +172,7 @@ def right_product(device: ComputeDevice) -> Iterator[Finding]:
 
 
 def in_4_bits(device: ComputeDevice) -> Iterator[Finding]:
-    """Which weights in 4 bits multiply, and in which to shard models."""
+    """Judge which weights in 4 bits multiply, and in which to shard models."""
     checked = [computed(device.results[kind]) for kind in _TRIED if kind in device.results]
     works = [summary.check for summary in checked if summary.ok]
     broken = [f"{summary.check} does not: {summary.found}" for summary in checked if not summary.ok]
@@ -196,7 +200,7 @@ def _build(capability: tuple[int, int] | None) -> str:
 
 
 def advised_product(device: ComputeDevice, result: ComputationResult, kind: str) -> Finding:
-    """As ``computed``; a kind that works and is not advisable says so."""
+    """Judge a product as ``computed`` does; a kind that works and is not advisable says so."""
     finding = computed(result)
     if not finding.ok or advisable(kind, device.capability):
         return finding
@@ -214,7 +218,7 @@ def without_bitsandbytes(device: ComputeDevice) -> Iterator[Finding]:
 
 
 def free_memory(device: ComputeDevice) -> Finding:
-    """MemFree beside MemAvailable: CUDA on a Jetson is reported not to get all that the page cache holds."""
+    """Report MemFree beside MemAvailable: CUDA on a Jetson is reported not to get all that the page cache holds."""
     if not {"MemFree", "MemAvailable"} <= device.memory.keys():
         return Finding("free memory", "unknown", "the system does not say")
     free, available = (device.memory[name] / 1e6 for name in ("MemFree", "MemAvailable"))
@@ -232,7 +236,7 @@ def pieces(device: ComputeDevice) -> list[Computation]:
 
 
 def largest_piece(device: ComputeDevice) -> Iterator[Finding]:
-    """The largest of the pieces that the device gave."""
+    """Report the largest of the pieces that the device gave."""
     needed_mb = l4t_system().large_pieces.needed_mb
     if device.available is None:
         return
@@ -251,7 +255,7 @@ def largest_piece(device: ComputeDevice) -> Iterator[Finding]:
 
 
 def _halves(available: int) -> list[int]:
-    """``available`` bytes in MB, its halves, and what models need; none if there is less than that."""
+    """Return ``available`` bytes in MB, its halves, and what models need; none if there is less than that."""
     needed_mb = l4t_system().large_pieces.needed_mb
     if available < needed_mb * _MB:
         return []
@@ -259,12 +263,12 @@ def _halves(available: int) -> list[int]:
 
 
 def refusing_release(device: ComputeDevice) -> Iterator[Finding]:
-    """As ``large_pieces``, in one sentence, because this report has no advice."""
+    """Judge the release as ``large_pieces`` does, in one sentence, because this report has no advice."""
     yield from (replace(finding, found=f"{finding.found}; {finding.advice}") for finding in large_pieces(device.l4t))
 
 
 def allocator(device: ComputeDevice) -> Iterator[Finding]:
-    """Whether PyTorch's allocator is set up in a way that fails on a Jetson."""
+    """Judge whether PyTorch's allocator is set up in a way that fails on a Jetson."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if device.l4t and "expandable_segments:true" in device.environment.get(name, "").replace(" ", "").lower():
             yield Finding("allocator", "failed", f"{name} has expandable_segments, with which PyTorch is "

@@ -56,7 +56,7 @@ _PROTECTIONS = ("AmbientCapabilities", "CapabilityBoundingSet", "Device", "Limit
 
 
 class NoAnswer(FlowspecError):
-    """The board can be reached, and its Python does not answer."""
+    """The error for a board that can be reached, and whose Python does not answer."""
 
     def __init__(self, device: DeviceEntry, reason: str, advice: str) -> None:
         super().__init__(f"{device.name}: {reason}: {advice}")
@@ -65,7 +65,7 @@ class NoAnswer(FlowspecError):
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """``torch_check.check_torch`` and ``system.torch`` describe the fields."""
+    """The board's torch; ``torch_check.check_torch`` and ``system.torch`` describe the fields."""
 
     version: str = ""
     file: str = ""
@@ -104,7 +104,7 @@ class DiskFacts:
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Bytes; ``held``: by flowspec's own services."""
+    """The board's memory in bytes; ``held``: by flowspec's own services."""
 
     total: int = 0
     available: int = 0
@@ -113,7 +113,10 @@ class MemoryFacts:
 
 @dataclass(frozen=True)
 class DockerFacts:
-    """``onboard.system.docker`` describes the fields; those of a board that was not asked."""
+    """The board's Docker; the defaults are those of a board that was not asked.
+
+    ``onboard.system.docker`` describes the fields.
+    """
 
     version: str = ""
     why: str = ""
@@ -125,7 +128,7 @@ class DockerFacts:
 
 @dataclass(frozen=True)
 class SystemFacts:
-    """The defaults are those of a board that does not say."""
+    """What a board's system says; the defaults are those of a board that does not say."""
 
     files: Mapping[str, str] = field(default_factory=dict)  # ``system.FILES``: path below / -> content
     nvpmodel: str = ""  # what nvpmodel -q prints
@@ -169,7 +172,7 @@ class Installed:
 
 @dataclass(frozen=True)
 class BoardStatus:
-    """The section "service", and why there is none."""
+    """The state of a board's service, from the section "service", and why there is none."""
 
     name: str = ""
     current: Installed | None = None
@@ -187,7 +190,7 @@ class BoardStatus:
     watts: float | None = None  # from the board's own sensor; None without one
 
     def as_json(self) -> dict[str, Any]:
-        """The fields of ``deploy status --json``, which are stable."""
+        """Return the fields of ``deploy status --json``, which are stable."""
         release = self.current
         return {"name": self.name, "role": release.role if release else None,
                 "stage": release.stage if release else None,
@@ -213,7 +216,10 @@ class ServiceFacts:
 
 @dataclass(frozen=True)
 class BoardFacts:
-    """What a board told.  The defaults are those of a bare board, and of sections that were not asked for."""
+    """What a board told.
+
+    The defaults are those of a bare board, and of sections that were not asked for.
+    """
 
     ahead: float = 0.0  # s, the board's clock minus this machine's
     within: float = 0.0  # s, error bound of ahead
@@ -250,7 +256,11 @@ _FACTS = TypeAdapter(BoardFacts)
 
 def ask_system(inventory: Inventory, device: DeviceEntry, ports: Collection[int] = (),
                directories: Sequence[str] = (HOME, STATE)) -> BoardFacts:
-    """``directories``: directories that will be written to; ``ports``: that will be listened on."""
+    """Ask a board for its system.
+
+    directories  that will be written to
+    ports        that will be listened on
+    """
     in_image = inventory.cluster.in_image
     return _ask(inventory, device, "system", address=resolve(device), paths=list(directories), ports=sorted(ports),
                 torch_check=None if in_image else torch_check_program(inventory.torch_device(device)))
@@ -264,13 +274,17 @@ def ask_service(inventory: Inventory, device: DeviceEntry) -> BoardFacts:
 
 def ask_deployment(inventory: Inventory, device: DeviceEntry, environment: str = "",
                    part: Sequence[Any] | None = None, others: str = "") -> BoardFacts:
-    """The arguments are those of ``onboard.deployment.facts``."""
+    """Ask a board for what is deployed on it; the arguments are those of ``onboard.deployment.facts``."""
     return _ask(inventory, device, "deployment", environment=environment, part=part, others=others,
                 in_image=inventory.cluster.in_image)
 
 
 def _ask(inventory: Inventory, device: DeviceEntry, section: str, **arguments: Any) -> BoardFacts:
-    """NoAnswer if the board's Python is none; FlowspecError, Unreached for ssh's, if it cannot be run."""
+    """Ask a board's Python for one section of its facts.
+
+    Raise NoAnswer if the board's Python is none.  Raise FlowspecError, or Unreached for ssh's errors, if it cannot be
+    run.
+    """
     python = inventory.cluster.board_python
     runner = runner_for(inventory, device, _TIMEOUT_S[section])
     before = time.time()
@@ -289,13 +303,17 @@ def _ask(inventory: Inventory, device: DeviceEntry, section: str, **arguments: A
 
 
 def program(section: str, **arguments: Any) -> str:
-    """The text that a board's Python runs."""
+    """Return the text that a board's Python runs."""
     return interpreter.modules_program(_MODULES[section], tools, f"answer({ {section: arguments}!r})")
 
 
 def parse(answer: dict[str, Any], before: float, after: float) -> BoardFacts:
-    """``before`` and ``after``: times here around the question; ValueError, LookupError or TypeError if the
-    answer is none of ``tools.answer``'s."""
+    """Read the facts in a board's answer.
+
+    before, after  times here around the question
+
+    Raise ValueError, LookupError or TypeError if the answer is none of ``tools.answer``'s.
+    """
     slack = max(0.0, after - before - answer["seconds"])
     return _FACTS.validate_python({
         **answer.get("deployment", {}), "system": answer.get("system", {}), "running": answer.get("service", {}),
@@ -303,17 +321,17 @@ def parse(answer: dict[str, Any], before: float, after: float) -> BoardFacts:
 
 
 def system_facts(answer: Mapping[str, Any]) -> SystemFacts:
-    """``answer``: what the section "system" returned; ValueError if it is something else."""
+    """Read ``answer``, which the section "system" returned; raise ValueError if it is something else."""
     return _FACTS.validate_python({"system": answer}).system
 
 
 def torch_check_program(torch_device: str) -> dict[str, Any]:
-    """The argument of ``system.torch``."""
+    """Return the argument of ``system.torch``."""
     return {"program": f"{inspect.getsource(torch_check)}\n\nmain({torch_device!r})\n",
             "device": torch_device, "protections": protections()}
 
 
 def protections() -> list[str]:
-    """The sandboxing lines of a stage's unit, such as "ProtectHome=yes"."""
+    """Return the sandboxing lines of a stage's unit, such as "ProtectHome=yes"."""
     text = (resource_dir("deploy") / "units" / VERIFY_UNIT).read_text(encoding="utf-8")
     return [line for line in text.splitlines() if line.startswith(_PROTECTIONS)]

@@ -72,7 +72,7 @@ class Finding:
         return self.state == "ok"
 
     def as_json(self) -> dict[str, Any]:
-        """The fields that ``doctor --json`` promises."""
+        """Return the fields that ``doctor --json`` promises."""
         fields = {"check": self.check, "state": self.state, "found": self.found, "advice": self.advice}
         return fields if self.fixed is None else {**fields, "fixed": self.fixed}
 
@@ -81,7 +81,7 @@ class Finding:
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """One finding for each check, in order of first appearance: those in the worst state, joined."""
+    """Merge the findings of each check into one, in order of first appearance: those in the worst state, joined."""
     by_check: dict[str, list[Finding]] = {}
     for finding in findings:
         by_check.setdefault(finding.check, []).append(finding)
@@ -98,7 +98,11 @@ def _joined(check: str, group: list[Finding]) -> Finding:
 
 
 def unreachable(device: DeviceEntry, error: str, settings_in: Literal["file", "options"] = "file") -> Finding:
-    """``error``: ssh's or a runner's, in one line; ``settings_in``: where the user says how to reach the board."""
+    """Return the finding for a board that ssh does not reach.
+
+    error        ssh's or a runner's, in one line
+    settings_in  where the user says how to reach the board
+    """
     error = error.removeprefix(f"{device.label}: ")  # a finding names the board itself
     port_match, port = _PORT.search(error), device.ssh_port
     values = {**(_IN_FILE if settings_in == "file" else _BY_OPTION), "address": device.address,
@@ -118,13 +122,13 @@ def unreachable(device: DeviceEntry, error: str, settings_in: Literal["file", "o
 
 def no_facts(device: DeviceEntry, error: FlowspecError, settings_in: Literal["file", "options"] = "file"
              ) -> Finding:
-    """``error``: of asking the board; ``settings_in``: as for ``unreachable``."""
+    """Return the finding for the ``error`` of asking the board; ``settings_in``: as for ``unreachable``."""
     if isinstance(error, NoAnswer):
         return Finding("python", "failed", error.reason, error.advice, board=device.name)
     return unreachable(device, str(error), settings_in)
 
 
 def wrong_address(device: DeviceEntry, problem: tuple[str, str]) -> Finding:
-    """``problem``: from ``addresses.address_problem``."""
+    """Return the finding for the ``problem`` from ``addresses.address_problem``."""
     reason, advice = problem
     return Finding("address", "failed", reason, f"{advice} in the cluster file", board=device.name)

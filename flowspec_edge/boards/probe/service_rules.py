@@ -48,7 +48,7 @@ class BoardPart:
 
 
 def release(on_board: ReleaseOnBoard) -> Finding:
-    """All boards have to run one release."""
+    """Judge whether the board has the release that is here, as all boards have to run one."""
     if on_board.error:
         return Finding("flowspec", "failed", on_board.error,
                        f"install this release there, so that {on_board.python} has it")
@@ -61,7 +61,7 @@ def release(on_board: ReleaseOnBoard) -> Finding:
 
 
 def model(part: BoardPart) -> Finding:
-    """Whether the model fits in the board's free memory."""
+    """Judge whether the model fits in the board's free memory."""
     if part.error:
         return Finding("model", "failed", part.error, "see the cluster file")
     if part.idle:
@@ -77,7 +77,7 @@ def model(part: BoardPart) -> Finding:
 
 
 def draft_device(part: BoardPart) -> Iterator[Finding]:
-    """Whether the draft device keeps up with the stages."""
+    """Judge whether the draft device keeps up with the stages."""
     if part.turn is None:
         return
     seconds, slot = part.turn
@@ -91,7 +91,7 @@ def draft_device(part: BoardPart) -> Iterator[Finding]:
 
 
 def services(facts: Mapping[str, BoardFacts]) -> Iterator[Finding]:
-    """Whether every board answers, and its service runs."""
+    """Judge whether every board answers, and its service runs."""
     for name, board in facts.items():
         running = board.running
         if running.error or (running.current and running.state != "active"):
@@ -100,7 +100,10 @@ def services(facts: Mapping[str, BoardFacts]) -> Iterator[Finding]:
 
 
 def releases(facts: Mapping[str, BoardFacts]) -> Iterator[Finding]:
-    """Whether there is a release, and one only.  Boards outside the cluster have none."""
+    """Judge whether there is a release, and one only.
+
+    Boards outside the cluster have none.
+    """
     ids = {board.running.current.id for board in facts.values() if board.running.current}
     if len(ids) > 1:
         yield Finding("release", "failed", _DIFFERENT)
@@ -109,7 +112,7 @@ def releases(facts: Mapping[str, BoardFacts]) -> Iterator[Finding]:
 
 
 def ready(facts: Mapping[str, BoardFacts]) -> Iterator[Finding]:
-    """Whether a token came through the pipeline recently."""
+    """Judge whether a token came through the pipeline recently."""
     boards = [board.running for board in facts.values()]
     if not any(board.ready for board in boards):
         yield Finding("ready", "failed", next((board.reason for board in boards if board.reason), ""))

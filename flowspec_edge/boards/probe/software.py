@@ -27,7 +27,10 @@ _DEVICES = "/dev/nvhost* /dev/nvmap /dev/nvidia*"
 
 @cache
 def required() -> Requirement:
-    """From the package's metadata; UsageError if flowspec is not installed."""
+    """Read the torch that flowspec requires from the package's metadata.
+
+    Raise UsageError if flowspec is not installed.
+    """
     try:
         needs = map(Requirement, requires("flowspec-edge") or ())
         return next(need for need in needs if need.name == "torch")
@@ -36,7 +39,7 @@ def required() -> Requirement:
 
 
 def unfit(version: str) -> str:
-    """Why flowspec cannot use a torch of this version; "" if it can.
+    """Return why flowspec cannot use a torch of this version; "" if it can.
 
     By PEP 440, as in transformers: 2.6.0+cu126 is 2.6.0, but 2.6.0a0+ecf3bae40a.nv25.01 is older than 2.6.0.
     """
@@ -53,7 +56,7 @@ def unfit(version: str) -> str:
 
 
 def install(l4t: str, python: str) -> str:
-    """How to install a suitable torch for all users of ``python``; ``l4t``: "" if the board is no Jetson."""
+    """Return how to install a suitable torch for all users of ``python``; ``l4t``: "" if the board is no Jetson."""
     release = jetpack_of(l4t) if l4t else None
     if release and release.torch:
         return release.install(python)
@@ -64,7 +67,7 @@ def install(l4t: str, python: str) -> str:
 
 
 def judge_jetpack(l4t: str) -> Finding | None:
-    """The fault of a release of L4T; None if it is supported, or "" (no Jetson)."""
+    """Return the fault of a release of L4T; None if it is supported, or "" (no Jetson)."""
     release = jetpack_of(l4t)
     if release is None:
         return Finding("board", "warning", f"L4T {l4t} is a release that this flowspec does not know",
@@ -75,7 +78,7 @@ def judge_jetpack(l4t: str) -> Finding | None:
 
 
 def judge_docker(system: SystemFacts, image: Image | None, torch_device: str) -> Iterator[Finding]:
-    """What runs an image, and whether it can run this one; None: any."""
+    """Judge what runs an image, and whether it can run this one; None: any."""
     docker = system.docker
     if docker.why:
         yield Finding("docker", "failed", docker.why, f"sudo apt-get install -y docker.io && {_RUNTIME}"
@@ -94,7 +97,7 @@ def judge_docker(system: SystemFacts, image: Image | None, torch_device: str) ->
 
 
 def python_fault(facts: SystemFacts, python: str) -> Finding | None:
-    """``python``: its name in the cluster file."""
+    """Return the fault of the board's Python, None without one; ``python``: its name in the cluster file."""
     if facts.python >= _PYTHON:
         return None
     return Finding("python", "failed", f"{python} is {'.'.join(map(str, facts.python))}",
@@ -103,7 +106,7 @@ def python_fault(facts: SystemFacts, python: str) -> Finding | None:
 
 def judge_torch(torch: TorchFacts, python: str, l4t: str, torch_device: str, dtype: str = "",
                 busy: bool = False) -> Iterator[Finding]:
-    """Causes before their consequences.
+    """Judge torch, and report causes before their consequences.
 
     dtype   of the weights that a stage multiplies
     busy    whether a flowspec service holds memory on the board, so that the GPU check may run out of it
@@ -159,7 +162,10 @@ def _not_imported(torch: TorchFacts, python: str, l4t: str, install_command: str
 
 def _gpu(torch: TorchFacts, l4t: str, torch_device: str, dtype: str, install_command: str, busy: bool
          ) -> Iterator[Finding]:
-    """A service for CUDA does not start without a GPU; a Jetson on its CPU is merely many times slower."""
+    """Judge what torch says of the GPU.
+
+    A service for CUDA does not start without a GPU; a Jetson on its CPU is merely many times slower.
+    """
     version, on_gpu = torch.version, torch_device.startswith("cuda")
     if on_gpu and not torch.cuda:
         cuda, why = torch.built_for, torch.gpu_fault

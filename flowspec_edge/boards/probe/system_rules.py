@@ -66,9 +66,9 @@ def temperature(board: BoardInfo) -> Finding:
 
 
 def power_mode(facts: SystemFacts, board: BoardInfo, requested: str) -> Iterator[Finding]:
-    """Compared by name, because a number means different modes on different boards.
+    """Judge the power mode, compared by name, because a number means different modes on different boards.
 
-    wanted  by the cluster file; "": any, and then only a Jetson has a finding
+    requested  by the cluster file; "": any, and then only a Jetson has a finding
     """
     if board.l4t or requested:
         numbers = mode_numbers(facts.files.get("etc/nvpmodel.conf", ""))
@@ -96,7 +96,7 @@ def _judge_power_mode(current: str, numbers: Mapping[str, str], requested: str) 
 
 
 def free_disk(disks: Mapping[str, DiskFacts], storage: str, absent: str) -> Finding:
-    """The fullest file system that will be written to; ``absent``: a directory that was named, and is none."""
+    """Judge the fullest file system that will be written to; ``absent``: a directory that was named, and is none."""
     if absent:
         return Finding("disk", "failed", f"{absent}: No such directory", "name a directory that exists")
     checked_disks = {path: disk for path, disk in disks.items() if path == storage or not storage}
@@ -112,7 +112,7 @@ def free_disk(disks: Mapping[str, DiskFacts], storage: str, absent: str) -> Find
 
 
 def time_service(facts: SystemFacts) -> Finding:
-    """Whether NTP keeps the clock."""
+    """Judge whether NTP keeps the clock."""
     properties = assignments(facts.timedatectl)
     if "NTP" not in properties:
         return Finding("time", "unknown", "timedatectl does not say")
@@ -128,7 +128,7 @@ def time_service(facts: SystemFacts) -> Finding:
 
 
 def process_groups(facts: SystemFacts) -> Iterator[Finding]:
-    """Whether this process may use a Jetson's GPU."""
+    """Judge whether this process may use a Jetson's GPU."""
     if not l4t_of(facts):
         return
     group_ids = {name: int(gid) for name, gid, _ in _groups(facts) if name in GPU_GROUPS and gid.isdigit()}
@@ -143,7 +143,7 @@ def process_groups(facts: SystemFacts) -> Iterator[Finding]:
 
 
 def service_groups(facts: SystemFacts) -> Iterator[Finding]:
-    """Whether the services' user may use a Jetson's GPU."""
+    """Judge whether the services' user may use a Jetson's GPU."""
     if not l4t_of(facts):
         return
     members = {name: users.split(",") for name, _, users in _groups(facts)}
@@ -170,7 +170,7 @@ def _existing(groups: Sequence[str]) -> str:
 
 
 def network(facts: SystemFacts, address: str, interface: str, address_fault: tuple[str, str] | None) -> Finding:
-    """The arguments are the fields of ``checks.Subject``."""
+    """Judge the board's address and interface; the arguments are the fields of ``checks.Subject``."""
     if address_fault:
         return Finding("network", "failed", address_fault[0], f"{address_fault[1]} in the cluster file")
     name = facts.interface
@@ -215,7 +215,7 @@ def large_pieces(l4t: str) -> Iterator[Finding]:
 
 
 def desktop(facts: SystemFacts) -> Iterator[Finding]:
-    """Whether a Jetson starts a desktop."""
+    """Judge whether a Jetson starts a desktop."""
     if not l4t_of(facts):
         return
     if facts.desktop:
@@ -227,7 +227,7 @@ def desktop(facts: SystemFacts) -> Iterator[Finding]:
 
 
 def apt_hold(facts: SystemFacts) -> Iterator[Finding]:
-    """Whether apt holds a Jetson's L4T packages."""
+    """Judge whether apt holds a Jetson's L4T packages."""
     packages = facts.packages
     loose = [name for name, on_hold in packages.items() if not on_hold]
     if not l4t_of(facts):
@@ -256,7 +256,7 @@ def link(rate: LinkRate) -> Finding:
 
 
 def shaping(why: str | None) -> Iterator[Finding]:
-    """Whether `flowspec sweep bandwidth --cluster` can throttle the board's link; ok in any case.
+    """Report whether `flowspec sweep bandwidth --cluster` can throttle the board's link; ok in any case.
 
     why  the board cannot shape its link; "" if it can; None if the doctor did not try it there: no finding
     """

@@ -1,4 +1,4 @@
-"""This board's CURVE key pairs: made, added and removed on the board; the private halves never leave it.
+"""The CURVE key pairs of a board: made, added and removed on the board; the private halves never leave it.
 
 A board has one pair, and a second one while keys are rotated.  Run as root:
 

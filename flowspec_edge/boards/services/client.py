@@ -18,7 +18,7 @@ _DATA = b"data: "
 
 
 class DraftClient:
-    """A context manager that closes its connections."""
+    """A client of the draft device's API, a context manager that closes its connections."""
 
     def __init__(self, inventory: Inventory, device: DeviceEntry, api_key: str | None = None) -> None:
         settings = inventory.cluster
@@ -38,7 +38,7 @@ class DraftClient:
                                     "see flowspec deploy status") from error
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The response's objects; UsageError for a rejected request, FlowspecError for a failure."""
+        """Yield the response's objects; raise UsageError for a rejected request, FlowspecError for a failure."""
         with self._ask("POST", path, {**body, "stream": True}) as response:
             try:
                 yield from self._objects(response)
@@ -106,7 +106,7 @@ class DraftClient:
 
 
 class _Connection(HTTPConnection):
-    """To a port on a board, directly or through ssh."""
+    """A connection to a port on a board, directly or through ssh."""
 
     def __init__(self, host: str, port: int, ssh: SshRunner | None) -> None:
         super().__init__(host, port, timeout=_PATIENCE_S)

@@ -41,7 +41,7 @@ class BoardKeys:
 
 
 def recorded(devices: Sequence[DeviceEntry], directory: Path) -> dict[str, str]:
-    """The public keys in ``directory``, by board; UsageError for a file that holds no key."""
+    """Read the public keys in ``directory``, by board; raise UsageError for a file that holds no key."""
     keys = {}
     for device in devices:
         file = _file(directory, device.name)
@@ -59,7 +59,7 @@ def recorded(devices: Sequence[DeviceEntry], directory: Path) -> dict[str, str]:
 
 
 def record(directory: Path, publics: Mapping[str, str]) -> None:
-    """Write the public keys, each file atomically; FlowspecError if that fails."""
+    """Write the public keys, each file atomically; raise FlowspecError if that fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, public in publics.items():
@@ -69,7 +69,7 @@ def record(directory: Path, publics: Mapping[str, str]) -> None:
 
 
 def forget(directory: Path, names: Iterable[str]) -> None:
-    """Remove the records of these boards; FlowspecError if a file cannot be removed."""
+    """Remove the records of these boards; raise FlowspecError if a file cannot be removed."""
     try:
         for name in names:
             _file(directory, name).unlink(missing_ok=True)
@@ -78,7 +78,7 @@ def forget(directory: Path, names: Iterable[str]) -> None:
 
 
 def key_to_use(publics: Sequence[str], recorded_key: str, running: str = "") -> str:
-    """The key of a board, which has ``publics``, that a release is to need.
+    """Return the key of a board, which has ``publics``, that a release is to need.
 
     It is the recorded key ``recorded_key``, unless the board lacks that one, or its ``running`` release needs a newer
     one: the records, of another machine, are then out of date (``changed_key``).
@@ -88,7 +88,7 @@ def key_to_use(publics: Sequence[str], recorded_key: str, running: str = "") -> 
 
 
 def rotation(publics: Mapping[str, Sequence[str]], recorded_keys: Mapping[str, str]) -> dict[str, KeyAction]:
-    """What each board does at the beginning of a rotation; the arguments are by board.
+    """Decide what each board does at the beginning of a rotation; the arguments are by board.
 
     The new keys are recorded once all boards have them.  So if the newest keys are recorded and a board still
     has an older one, an interrupted rotation is past this step, and goes on.
@@ -100,7 +100,7 @@ def rotation(publics: Mapping[str, Sequence[str]], recorded_keys: Mapping[str, s
 
 
 def changed_key(name: str, public: str, recorded_keys: Mapping[str, str], directory: Path) -> str:
-    """One line for a board whose public key differs from its record; else ""."""
+    """Return one line for a board whose public key differs from its record; else ""."""
     expected = recorded_keys.get(name, public)
     return "" if public == expected else (
         f"{name}: its key has changed: it has {public[:_SHOWN]}…, and {_file(directory, name)} says "
@@ -110,8 +110,10 @@ def changed_key(name: str, public: str, recorded_keys: Mapping[str, str], direct
 
 def public_keys(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
                 directory: Path, path: str = KEY) -> list[BoardKeys]:
-    """Return every board's public key, the one that is to be used. A board without a pair of keys is an error, and so
-    is a board whose key differs from its record."""
+    """Return every board's public key, the one that is to be used.
+
+    A board without a pair of keys is an error, and so is a board whose key differs from its record.
+    """
     recorded_keys = recorded(devices, directory)
     boards = []
     for board in ask(inventory, devices, pythons, "show", path):
@@ -125,7 +127,7 @@ def public_keys(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: M
 
 def board_public_keys(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
                       path: str = KEY) -> dict[str, tuple[str, ...]]:
-    """The public keys of the pairs that each board has.  FlowspecError names the boards that do not say."""
+    """Return the public keys of the pairs that each board has; FlowspecError names the boards that do not say."""
     boards = ask(inventory, devices, pythons, "show", path)
     if errors := [board.error for board in boards if board.error]:
         raise FlowspecError("; ".join(errors))
@@ -157,7 +159,7 @@ def ask(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[s
 
 
 def key_command(python: str, action: KeyAction, path: str, public: str = "") -> list[str]:
-    """The command that runs ``board_key`` with a board's interpreter; ``public``: of the pair to keep."""
+    """Return the command that runs ``board_key`` with a board's interpreter; ``public``: of the pair to keep."""
     key_arguments = [f"--public={public}"] if public else []  # in one word: a key may begin with a hyphen
     return module_command("flowspec_edge.boards.services.board_key", action, path, *key_arguments, python=python)
 

@@ -23,13 +23,16 @@ Verb = Literal["start", "stop", "restart"]
 
 @dataclass(frozen=True)
 class FleetStatus:
-    """All boards, in the inventory's order."""
+    """The status of all boards, in the inventory's order."""
 
     boards: list[BoardStatus]
 
     @property
     def release(self) -> str | None:
-        """The common release; None without one, or if they differ.  Boards outside the cluster have none."""
+        """The common release; None without one, or if they differ.
+
+        Boards outside the cluster have none.
+        """
         ids = {board.current.id for board in self.boards if board.current}
         return next(iter(ids)) if len(ids) == 1 else None
 
@@ -67,12 +70,12 @@ class FleetStatus:
 
 
 def look(inventory: Inventory) -> FleetStatus:
-    """All boards in parallel."""
+    """Look at all boards in parallel."""
     return FleetStatus(on_each(lambda device: look_at(inventory, device), inventory.device))
 
 
 def look_at(inventory: Inventory, device: DeviceEntry) -> BoardStatus:
-    """Never raises FlowspecError: an error is in the status."""
+    """Look at one board; an error is in the status, and FlowspecError is never raised."""
     try:
         status = ask_service(inventory, device).running
     except FlowspecError as error:
@@ -82,12 +85,14 @@ def look_at(inventory: Inventory, device: DeviceEntry) -> BoardStatus:
 
 def control(inventory: Inventory, verb: Verb, names: Sequence[str] = (),
             done: Callable[[str, str], None] = lambda name, error: None) -> dict[str, str]:
-    """``systemctl verb`` on the boards ``names`` (default: all); returns the errors, by board.
+    """Run ``systemctl verb`` on the boards ``names`` (default: all); return the errors, by board.
 
     Stages start before the draft device, which waits for a token through all of them, and stop after it.  If
     a stage failed to start, the draft device starts without waiting and becomes ready when the stage does.
     Without ``names``, boards outside the cluster are skipped.  ``done`` receives each board and its error
-    ("": none).  UsageError for an unknown board.
+    ("": none).
+
+    Raise UsageError for an unknown board.
     """
     boards = {device.name: device for device in boards_named(inventory, names)}
     status = {board.name: board for board in look(inventory).boards if board.name in boards}
@@ -134,7 +139,7 @@ def logs_command(inventory: Inventory, device: DeviceEntry, unit: str, lines: in
 
 
 def boards_named(inventory: Inventory, names: Sequence[str]) -> list[DeviceEntry]:
-    """The boards of these names, default all; UsageError for an unknown name."""
+    """Return the boards of these names, default all; raise UsageError for an unknown name."""
     by_name = {device.name: device for device in inventory.device}
     for name in names:
         if name not in by_name:

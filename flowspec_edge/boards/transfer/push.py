@@ -54,14 +54,15 @@ class TransferResult:
 def push(model: Path, boards: Sequence[tuple[DeviceEntry, str, str]], inventory: Inventory, *,
          progress: OnBytes = lambda board, done, total: None, models: str = MODELS,
          silence_s: float = _SILENCE_S) -> list[TransferResult]:
-    """Bring the manifest and a part of ``model`` to each board; one result per board, in order.
+    """Bring the manifest and a part of ``model`` to each board; return one result per board, in order.
 
-    boards  (board, part, interpreter with flowspec there; "": the board's own, without)
-    models  the directory of models on the boards
+    boards     (board, part, interpreter with flowspec there; "": the board's own, without)
+    models     the directory of models on the boards
     silence_s  how long a board may take no data and give no answer, besides the time that its data need
 
-    Received data stays on a board, and the next call resumes.  UsageError if ``model`` is not a sharded model
-    or lacks a part; a board's errors are in its result.
+    Received data stays on a board, and the next call resumes.  A board's errors are in its result.
+
+    Raise UsageError if ``model`` is not a sharded model or lacks a part.
     """
     manifest = OpenModel(model).require_manifest()
     text = (model / MANIFEST).read_text(encoding="utf-8")
@@ -90,7 +91,7 @@ def send_image(boards: Sequence[tuple[DeviceEntry, Image]], inventory: Inventory
 
 def _send(home: Path, boards: Sequence[tuple[DeviceEntry, Sequence[PartFile], str]], inventory: Inventory,
           destination: dict[str, str], text: str, progress: OnBytes, silence_s: float) -> list[TransferResult]:
-    """Files of the directory ``home`` to each board; ``text``: of the manifest that is written at the end."""
+    """Send files of the directory ``home`` to each board; ``text``: of the manifest that is written at the end."""
     connections: list[_Connection] = []
 
     def send_to_board(board: tuple[DeviceEntry, Sequence[PartFile], str]) -> TransferResult:
@@ -150,7 +151,7 @@ def _fill(connection: _Connection, model: Path, files: Sequence[PartFile], desti
 
 
 class _Connection:
-    """``receive`` on one board; every error is one line that names the board."""
+    """A connection to ``receive`` on one board; every error is one line that names the board."""
 
     def __init__(self, inventory: Inventory, device: DeviceEntry, python: str, silence_s: float) -> None:
         self._silence_s = silence_s
@@ -172,14 +173,20 @@ class _Connection:
             fcntl(self._in, _SET_PIPE_SIZE, _PIECE)
 
     def ask(self, do: str, size: int, **arguments: Any) -> dict[str, Any]:
-        """The board's answer; FlowspecError for its error or a lost connection.  ``size``: bytes that it may
-        have to read or sync first."""
+        """Ask the board and return its answer.
+
+        size  bytes that the board may have to read or sync first
+
+        Raise FlowspecError for the board's error or a lost connection.
+        """
         self._send(do, **arguments)
         return self._answer(size)
 
     def put(self, file: PartFile, source: Path, offset: int, progress: Callable[[int], None]) -> bool:
-        """Send from ``offset``; whether the file is complete.  ``progress`` gets the bytes since its last
-        call."""
+        """Send a file from ``offset`` on; return whether it is complete.
+
+        ``progress`` gets the bytes since its last call.
+        """
         try:
             with source.open("rb") as stream:
                 size = os.fstat(stream.fileno()).st_size
@@ -206,11 +213,11 @@ class _Connection:
         return bool(self._answer(file.size)["complete"])
 
     def terminate(self) -> None:
-        """For another thread: ends the connection, so that the thread that uses it raises."""
+        """End the connection from another thread, so that the thread that uses it raises."""
         self._client.terminate()
 
     def __enter__(self) -> _Connection:
-        """Unreached if the board lets nothing begin."""
+        """Wait until the board begins; raise Unreached if it lets nothing begin."""
         try:
             self._runner.await_begin(self._out.fileno())
         except BaseException:
@@ -240,7 +247,7 @@ class _Connection:
                 raise self._lost() from None
 
     def _wait(self, event: int, limit_s: float) -> None:
-        """Until the pipe to (POLLOUT) or from (POLLIN) the board is ready, or has ended."""
+        """Wait until the pipe to (POLLOUT) or from (POLLIN) the board is ready, or has ended."""
         ready = select.poll()
         ready.register(self._in if event == select.POLLOUT else self._out, event)
         if not ready.poll(limit_s * 1000):

@@ -32,7 +32,7 @@ _TAKE_OVER_S = 10.0  # for the other transfer to end
 
 
 class File(NamedTuple):
-    """``path`` is relative to the model's directory, ``sha256`` in hexadecimal."""
+    """A file of a model; ``path`` is relative to the model's directory, ``sha256`` in hexadecimal."""
 
     path: str
     size: int
@@ -47,9 +47,9 @@ class Store:
         self._verified = _read_verified(self.home)
 
     def missing(self, files: Iterable[File]) -> dict[str, int]:
-        """The incomplete ones of ``files``: path → bytes present.
+        """Return the incomplete ones of ``files``: path → bytes present.
 
-        Reads files that changed since verification.  Identical files of other models become hard links.
+        Files that changed since verification are read.  Identical files of other models become hard links.
         """
         incomplete = [file for file in files if not self._complete(file) and not self._link(file)]
         keep = {file.sha256 for file in incomplete}
@@ -60,13 +60,13 @@ class Store:
         return {file.path: self.offset(file) for file in incomplete}
 
     def is_verified(self, file: File) -> bool:
-        """Whether the file exists and has not changed since verification."""
+        """Return whether the file exists and has not changed since verification."""
         path = self.home / file.path
         return (path.is_file() and not path.is_symlink() and path.stat().st_size == file.size
                 and self._verified.get(file.path) == _mark(path, file.sha256))
 
     def offset(self, file: File) -> int:
-        """Bytes present of an incomplete file; 0 for a partial file that is too long."""
+        """Return the bytes present of an incomplete file; 0 for a partial file that is too long."""
         try:
             size = self.partial(file).stat().st_size
         except OSError:
@@ -84,14 +84,14 @@ class Store:
         self._remember(file)
 
     def strays(self, files: Collection[File]) -> Iterator[Path]:
-        """Unknown files in the directories of the parts of ``files``."""
+        """Yield the unknown files in the directories of the parts of ``files``."""
         paths = {self.home / file.path for file in files}
         for part in sorted({file.path.split("/")[0] for file in files}):
             yield from (path for path in (self.home / part).rglob("*")
                         if not path.is_dir() and path not in paths)
 
     def finish(self, manifest: str, files: Collection[File]) -> None:
-        """When ``files`` are complete: remove all others from their parts, and write the manifest."""
+        """Remove all files but ``files`` from their parts, and write the manifest; ``files`` must be complete."""
         for path in [*self.strays(files), *self.home.glob(f".*{PARTIAL}")]:  # an interrupted write's, too
             path.unlink()
         with suppress(FileNotFoundError):
@@ -99,7 +99,7 @@ class Store:
         _write(self.home / MANIFEST, manifest)
 
     def free(self) -> int:
-        """Bytes that an ordinary user may still write below ``root``."""
+        """Return the bytes that an ordinary user may still write below ``root``."""
         ancestor = self.root
         while not ancestor.is_dir():
             ancestor = ancestor.parent
@@ -176,10 +176,13 @@ class Incoming:
 
 
 class Lock:
-    """One transfer at a time below ``root``: a new one ends an older one, whose control host may be gone."""
+    """A lock for one transfer at a time below ``root``.
+
+    A new transfer ends an older one, whose control host may be gone.
+    """
 
     def __init__(self, root: Path) -> None:
-        """TimeoutError if the other transfer does not end."""
+        """Take the lock; raise TimeoutError if the other transfer does not end."""
         root.mkdir(parents=True, exist_ok=True)
         self._file = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         deadline = time.monotonic() + _TAKE_OVER_S
@@ -203,7 +206,7 @@ class Lock:
 
 
 def lacking(root: Path, name: str, files: Collection[File], manifest_sha256: str) -> tuple[int, bool]:
-    """The bytes to send, unverified files included, and whether a transfer would change anything."""
+    """Return the bytes to send, unverified files included, and whether a transfer would change anything."""
     store, count = Store(root, name), 0
     manifest = store.home / MANIFEST
     new = not manifest.is_file() or sha256_of(manifest) != manifest_sha256 or any(store.strays(files))
@@ -215,7 +218,7 @@ def lacking(root: Path, name: str, files: Collection[File], manifest_sha256: str
 
 
 def parts_in(root: Path) -> list[str]:
-    """"MODEL/PART" of each part below ``root``; "MODEL" for a model without parts."""
+    """Return "MODEL/PART" of each part below ``root``; "MODEL" for a model without parts."""
     parts = []
     for home in _directories(root):
         parts += [f"{home.name}/{part.name}" for part in _directories(home)] or [home.name]
@@ -223,7 +226,7 @@ def parts_in(root: Path) -> list[str]:
 
 
 def find(root: Path, sha256: str) -> Path | None:
-    """A verified file with this sha256 in any model below ``root``."""
+    """Find a verified file with this sha256 in any model below ``root``."""
     for home in _directories(root):
         for name, mark in _read_verified(home).items():
             if mark[-1] == sha256 and (home / name).is_file() and mark == _mark(home / name, sha256):

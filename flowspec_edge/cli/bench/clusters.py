@@ -1,5 +1,7 @@
-"""How a measurement opens its cluster, at each value of an axis.  Torch and the drivers are imported only
-then."""
+"""How a measurement opens its cluster, at each value of an axis.
+
+Torch and the drivers are imported only then.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,7 @@ class ClusterSetup:
     board_model: str = ""
 
     def described(self, value: Value | None) -> tuple[int, Profile, float]:
-        """Stages, devices and ``VirtualCluster``'s ``right_children`` at a value; for clocks with a profile.
-        """
+        """Return stages, devices and ``VirtualCluster``'s ``right_children`` at a value; for clocks with a profile."""
         stages, profile, share = self.options.stages, self.clock.profile, self.clock.right_children
         assert profile is not None
         if self.axis is None or value is None:
@@ -64,7 +65,7 @@ class ClusterSetup:
 
 
 def open_points(links: Links, setup: ClusterSetup) -> AbstractContextManager[OpenPoint]:
-    """The returned context yields a function that opens the cluster of a value."""
+    """Return a context that yields a function that opens the cluster of a value."""
     if links == "virtual" and setup.clock.clock == "wall":
         return _processes(setup)
     return _OPENERS[links](setup)
@@ -106,7 +107,7 @@ def _virtual(setup: ClusterSetup) -> Iterator[OpenPoint]:
 
 @contextmanager
 def _namespaces(setup: ClusterSetup) -> Iterator[OpenPoint]:
-    """Real processes that take the profile's time and send its bytes, over links that the kernel shapes."""
+    """Open real processes that take the profile's time and send its bytes, over links that the kernel shapes."""
     from flowspec_edge.drivers.processes.clusters import open_cluster
     from flowspec_edge.drivers.virtual.devices import Devices
     from flowspec_edge.lab.emulation.emulator import emulated
@@ -127,14 +128,17 @@ def _namespaces(setup: ClusterSetup) -> Iterator[OpenPoint]:
 
 @contextmanager
 def _cluster(setup: ClusterSetup) -> Iterator[OpenPoint]:
-    """Real boards in their own time.  On the axis "bandwidth" their kernels shape what they send."""
+    """Open real boards in their own time.
+
+    On the axis "bandwidth" their kernels shape what they send.
+    """
     with _shaped_boards(setup) if setup.axis and setup.axis.link else _boards(setup) as open_point:
         yield open_point
 
 
 @contextmanager
 def _boards(setup: ClusterSetup) -> Iterator[OpenPoint]:
-    """One cluster for all values, which change what D0 does alone: no board loads its shard again."""
+    """Open one cluster for all values, which change what D0 does alone: no board loads its shard again."""
     from flowspec_edge.boards.ssh_stages import SshBoards
     from flowspec_edge.drivers.processes.clusters import open_cluster
 
@@ -177,7 +181,7 @@ def _shaped_boards(setup: ClusterSetup) -> Iterator[OpenPoint]:
 
 
 def parallel_points(setup: ClusterSetup, names: Sequence[str]) -> tuple[ParallelRun, OpenPoint]:
-    """Processes of --jobs, or Dask's, and points in virtual time whose requests they compute."""
+    """Return processes of --jobs, or Dask's, and points in virtual time whose requests they compute."""
     from flowspec_edge.lab.bench.parallel import ParallelRun, Workplace, plugins_of
 
     o = setup.options

@@ -1,5 +1,7 @@
-"""A whole measurement, from its options to its results: checks, requests, resuming, the run.  All options are
-checked before anything runs."""
+"""A whole measurement, from its options to its results: checks, requests, resuming, the run.
+
+All options are checked before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ class MeasureRequest:
         return ClockSettings("wall", profile if self.links == "namespaces" else None)
 
     def points(self, params: Params, stages: int) -> list[tuple[Params, int]]:
-        """Parameters and stages at each value; UsageError for invalid parameters."""
+        """Return parameters and stages at each value; raise UsageError for invalid parameters."""
         if self.axis is None:
             return [(params, stages)]
         return [(self.axis.params(params, value), self.axis.stages(stages, value)) for value in self.values]
@@ -72,8 +74,10 @@ class MeasureRequest:
 
 def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, params: Params,
             figure: Path | None = None) -> Results:
-    """Run everything and save it to ``options.out`` step by step: a Sweep along ``request.axis``, or a
-    BenchReport."""
+    """Run everything and save it to ``options.out`` step by step.
+
+    Return a Sweep along ``request.axis``, or a BenchReport without an axis.
+    """
     names = parse_strategies(request.strategies if options.strategies is None else options.strategies)
     is_all = options.strategies is not None and options.strategies.strip() == "all"
     subject = subject_of(options)
@@ -163,7 +167,10 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
 
 def measure_first_tokens(request: MeasureRequest, options: BenchOptions, params: Params, lengths: Sequence[int]
                          ) -> list[FirstToken]:
-    """The time to the first token after prompts of these lengths, on the clock and devices of :func:`measure`."""
+    """Measure the time to the first token after prompts of these lengths.
+
+    The clock and the devices are those of :func:`measure`.
+    """
     from flowspec_edge.drivers.virtual.devices import Devices
     from flowspec_edge.lab.first_token import in_virtual_time, measured
 
@@ -182,7 +189,7 @@ def measure_first_tokens(request: MeasureRequest, options: BenchOptions, params:
 
 def _results(request: MeasureRequest, options: BenchOptions, clock: ClockSettings, settings: dict[str, Any]
              ) -> Results:
-    """Empty ones, or those of the file to resume."""
+    """Return empty results, or those of the file to resume."""
     from flowspec_edge.lab.bench.host_info import host_info  # numpy, when all options are checked
     from flowspec_edge.lab.bench.paper_results import load_paper_results
 
@@ -200,7 +207,7 @@ def _results(request: MeasureRequest, options: BenchOptions, clock: ClockSetting
 
 
 def _resume(options: BenchOptions, load: Callable[[Path], _Results], new: _Results) -> _Results:
-    """The file to resume, else ``new``; UsageError if it was measured in another way."""
+    """Return the results of the file to resume, else ``new``; raise UsageError if it was measured in another way."""
     if not options.resume or options.out is None or not options.out.exists():
         return new
     try:
@@ -222,7 +229,7 @@ def _resume(options: BenchOptions, load: Callable[[Path], _Results], new: _Resul
 
 def settings_for(options: BenchOptions, tasks: Sequence[Task], subject: BenchSubject, profile: Profile | None,
                  sampling: Sampling, params: Params) -> dict[str, Any]:
-    """Everything that a row depends on, except the machine."""
+    """Return everything that a row depends on, except the machine."""
     from flowspec_edge.lab.bench.host_info import commit, versions
 
     shared = {"clients": options.clients, "arrival_rate": options.arrival_rate, "chat": options.chat or None}

@@ -67,7 +67,7 @@ StrategiesOption = Annotated[str | None, typer.Option(
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Every field is a command-line option."""
+    """The options of a measurement; every field is a command-line option."""
 
     strategies: StrategiesOption = None
     prompts: Annotated[list[Path] | None, typer.Option(
@@ -188,7 +188,7 @@ class BenchOptions:
 
 
 def parse_acceptance(text: str) -> float:
-    """Read ``--acceptance`` as ``CalibratedDrafter``'s share. UsageError for anything else."""
+    """Read ``--acceptance`` as ``CalibratedDrafter``'s share; raise UsageError for anything else."""
     if text in (words := {"head": 1.0, "paper": PUBLISHED_SHARE}):
         return words[text]
     try:
@@ -201,13 +201,13 @@ def parse_acceptance(text: str) -> float:
 
 
 def measured_by_default(names: str) -> StrategySelector:
-    """For ``with_dataclasses``: the strategies of ``--strategies``, else ``names``."""
+    """Return, for ``with_dataclasses``, the strategies of ``--strategies``, else ``names``."""
     return lambda arguments: parse_strategies(
         names if arguments["options"].strategies is None else arguments["options"].strategies)
 
 
 def parse_strategies(text: str) -> list[str]:
-    """Return the names without duplicates. Errors are those of ``strategy_class``."""
+    """Return the names without duplicates; errors are those of ``strategy_class``."""
     from flowspec_edge.strategies.registry import require_strategy, strategy_class, strategy_names
 
     if text.strip() == "all":

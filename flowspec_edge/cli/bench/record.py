@@ -132,7 +132,7 @@ def record(
 
 def _prompts(model: OpenModel, files: list[Path] | None, chat: bool, limit: int | None, truncate: int | None,
              temperatures: list[float], seed: int, max_new_tokens: int, params: Any) -> list[TextToRecord]:
-    """Every prompt at every temperature; a prompt's category is its task, else its file."""
+    """Return every prompt at every temperature; a prompt's category is its task, else its file."""
     from flowspec_edge.cli.common.workload import chat_questions, demo_prompts, requests_for
     from flowspec_edge.lab.bench.tasks import load_tasks
     from flowspec_edge.lab.record import TextToRecord
@@ -156,7 +156,7 @@ def _prompts(model: OpenModel, files: list[Path] | None, chat: bool, limit: int 
 
 def _about(model: OpenModel, kind: str, dtype: str, licence: str, prompts: list[TextToRecord], ranking: Any
            ) -> Recording:
-    """The recording without texts: what made it."""
+    """Return the recording without texts: what made it."""
     import hashlib
     import json
 
@@ -189,7 +189,7 @@ def _digest(model: OpenModel, kind: str | None = None) -> str:
 
 def _opened(model: OpenModel, dtype: Dtype, device: str, cluster: Path | None, board_model: str | None
             ) -> AbstractContextManager[ClusterBackend]:
-    """The boards of a cluster file, else this process: one stage, whose time does not matter."""
+    """Open the boards of a cluster file, else this process: one stage, whose time does not matter."""
     from flowspec_edge.drivers.processes.clusters import open_cluster
     from flowspec_edge.drivers.processes.spec import ClusterSpec
 

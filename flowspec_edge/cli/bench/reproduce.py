@@ -141,8 +141,10 @@ def reproduce(
 
 
 def _possible(artefacts: Sequence[Artefact], subject: BenchSubject, leaves_out: bool) -> list[Artefact]:
-    """Return what ``subject`` can measure. The rest is an error, or with ``leaves_out`` a note each, as long as any
-    remains."""
+    """Return what ``subject`` can measure.
+
+    The rest is an error, or with ``leaves_out`` a note each, as long as any remains.
+    """
     possible: list[Artefact] = []
     for artefact in artefacts:
         try:

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 
 
 class BenchSubject(Protocol):
-    """name     in results
+    """What is measured: a model, or a recording of one.
+
+    name       in results
     recording  what was said, if nothing is computed
     path       of the model or the recording
     """
@@ -53,7 +55,7 @@ class BenchSubject(Protocol):
     def path(self) -> Path: ...
 
     def stages(self, requested: int, profile: Profile | None) -> int:
-        """Return the number of stages; 0 was requested if none was. UsageError if it cannot be."""
+        """Return the number of stages; raise UsageError if it cannot be what was requested, 0 for none."""
 
     def dtype(self, requested: DtypeChoice) -> Dtype:
         """Return the dtype of what is computed."""
@@ -75,7 +77,7 @@ class BenchSubject(Protocol):
 
     def workloads(self, options: BenchOptions, tasks: Sequence[Task], sampling: Sampling, params: Params
                   ) -> list[Workload]:
-        """Return the requests by task. UsageError for a prompt that does not fit."""
+        """Return the requests by task; raise UsageError for a prompt that does not fit."""
 
     def plain(self, options: BenchOptions, processes: int) -> tuple[PlainDecoding, NearTieJudge | None]:
         """Return plain decoding, with which every text is compared."""
@@ -164,7 +166,10 @@ class ModelSubject:
 
 @dataclass(frozen=True)
 class RecordedSubject:
-    """What a model said. Its texts are the reference, and any temperature has those of the recording."""
+    """What a model said.
+
+    Its texts are the reference, and any temperature has those of the recording.
+    """
 
     recording: Recording
 

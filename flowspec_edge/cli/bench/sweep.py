@@ -104,7 +104,7 @@ _DEPTHS = ("depth", "expand_depth")  # Figure 6's pair
 _EVERY_DEPTH = "3,4,5,6,7,8"
 
 class _SweepCommand(TyperCommand):
-    """Shows its help if it has no arguments."""
+    """A command that shows its help if it has no arguments."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "no_args_is_help": True})
@@ -164,7 +164,7 @@ def _parameter_values(name: str, text: str) -> list[Scalar]:
 
 
 def _strategies_with(names: Sequence[str]) -> str:
-    """The strategies that have every one of these parameters; FlowSpec's if all strategies have them."""
+    """Return the strategies that have every one of these parameters; FlowSpec's if all strategies have them."""
     from flowspec_edge.strategies.parameters import Parameters, parameters
     from flowspec_edge.strategies.registry import parameters_of, strategy_class, strategy_names
 
@@ -186,7 +186,7 @@ def _distinct(values: list[Scalar], name: str) -> list[Scalar]:
 
 
 def _measured(arguments: Mapping[str, Any]) -> list[str]:
-    """The strategies whose parameters ``--set`` takes."""
+    """Return the strategies whose parameters ``--set`` takes."""
     names = arguments["options"].strategies
     return parse_strategies(_parse_axes(arguments["axes"]).strategies if names is None else names)
 

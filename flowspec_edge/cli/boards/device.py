@@ -393,7 +393,7 @@ def _comparison(report: KernelReport) -> str:
 
 @contextmanager
 def _bar() -> Iterator[Callable[[str, float], None]]:
-    """A progress bar over the phases of a measurement, if stderr is a terminal."""
+    """Show a progress bar over the phases of a measurement, if stderr is a terminal."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)

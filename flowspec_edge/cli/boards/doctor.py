@@ -1,4 +1,4 @@
-"""``flowspec doctor``: can these machines be boards of a cluster, and does this GPU compute correctly?"""
+"""``flowspec doctor``: whether these machines can be boards of a cluster, and whether this GPU computes correctly."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _show(boards: list[BoardFindings]) -> None:
 
 
 def _table(title: str, findings: Iterable[tuple[str, Finding]], computed: bool = False) -> Table:
-    """A line for each finding, with its next step below it.
+    """Make a table with a line for each finding, and its next step below it.
 
     title     in rich's markup
     findings  each with the name of its group, which the first of a group shows

@@ -17,7 +17,7 @@ from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 
 
 def next_commands(report: PlanReport, model: str, devices: Sequence[str]) -> list[str]:
-    """List the commands to run next, in their order. A text in parentheses is for the user to do."""
+    """List the commands to run next, in their order; a text in parentheses is for the user to do."""
     plan = report.recommended
     assert plan
     commands, source = _at_hand(report, model)
@@ -44,12 +44,12 @@ def next_commands(report: PlanReport, model: str, devices: Sequence[str]) -> lis
 
 
 def _hosts(count: int) -> list[str]:
-    """Places for the addresses of the boards that are used."""
+    """Return places for the addresses of the boards that are used."""
     return [f"BOARD-{i}" for i in range(1, count + 1)] if count <= 3 else ["BOARD-1", "…", f"BOARD-{count}"]
 
 
 def _at_hand(report: PlanReport, model: str) -> tuple[list[str], str]:
-    """The commands that bring the model here, and its name or directory afterwards."""
+    """Return the commands that bring the model here, and its name or directory afterwards."""
     entry, planned = find_known_model(model), report.size.planned
     if model in shipped_models():
         return [], model
@@ -65,7 +65,7 @@ def _at_hand(report: PlanReport, model: str) -> tuple[list[str], str]:
 
 
 def _alone(report: PlanReport, source: str) -> list[str]:
-    """On the board itself."""
+    """Return the commands that run the model on one board, given there."""
     size, plan = report.size, report.recommended
     assert plan
     draft = f" --draft {setting}" if (setting := size.planned.setting()) else ""

@@ -164,8 +164,10 @@ def _predicted(cases: Cases, members: Sequence[BoardSpec], model: str, names: Se
 
 
 def _own_model(model: str, planned: PlannedDraft) -> OpenModel | None:
-    """Return the model itself, if it is here with what is planned to draft, and small: then a prediction uses its own
-    acceptance."""
+    """Return the model itself, if it is here with what is planned to draft, and small.
+
+    A prediction then uses its own acceptance.
+    """
     try:
         open_model = resolve_model(model)
         if (planned.by_ngrams or planned.origin == "here") and open_model.size < _SMALL:
@@ -176,7 +178,7 @@ def _own_model(model: str, planned: PlannedDraft) -> OpenModel | None:
 
 
 def usual_tokens(by_ngrams: bool) -> Tokens:
-    """The demonstration's texts, and beside them chats of several kinds."""
+    """Return the demonstration's texts, and beside them chats of several kinds."""
     from flowspec_edge.cli.common.workload import shipped_recording
 
     chats = _tokens_of(shipped_recording(ANSWERING), by_ngrams)
@@ -187,7 +189,7 @@ def usual_tokens(by_ngrams: bool) -> Tokens:
 
 
 def _tokens_of(path: Path, by_ngrams: bool) -> Tokens:
-    """The first text of each kind, at temperature 0, of a recording; the first ones if there are few kinds."""
+    """Return the first text of each kind, at temperature 0, of a recording; the first ones if there are few kinds."""
     from flowspec_edge.cli.boards.plan_cases import Tokens
     from flowspec_edge.drivers.virtual.recorded import request_of
     from flowspec_edge.drivers.virtual.recording import load_recording
@@ -205,8 +207,10 @@ def _tokens_of(path: Path, by_ngrams: bool) -> Tokens:
 
 
 def prediction_requests(source: OpenModel, kind: str) -> list[Request]:
-    """Return the demonstration's prompts as requests. All strategies draft with ``source``'s draft model of ``kind``,
-    or all by look-up."""
+    """Return the demonstration's prompts as requests.
+
+    All strategies draft with ``source``'s draft model of ``kind``, or all by look-up.
+    """
     from flowspec_edge.cli.common.workload import demo_prompts, requests_for
     from flowspec_edge.lab.bench.tasks import load_prompts
     from flowspec_edge.model.text import Tokenizer

@@ -46,10 +46,10 @@ _COMPARED = 3  # splits over different boards with the best rates
 
 @dataclass
 class Case:
-    """One element type.
+    """The plans for one element type.
 
-    plans  splits over different boards, the best first; empty if none fits
-    alone  the fastest board that holds everything
+    plans      splits over different boards, the best first; empty if none fits
+    alone      the fastest board that holds everything
     draft_why  why it drafts by n-grams, where --draft does not ask for that
     """
 
@@ -96,8 +96,10 @@ class Case:
                            seconds * 1e3, self.bandwidth)
 
     def first_tokens(self, plan: PipelinePlan | None, lengths: Sequence[int] = first_token.LENGTHS) -> list[FirstToken]:
-        """Return the time to the first token by the length of the prompt, alone on the boards of ``plan``; None: on
-        the board that holds everything."""
+        """Return the time to the first token by the length of the prompt, for a request alone.
+
+        plan  on whose boards; None: on the board that holds everything
+        """
         return [self._first_token(plan, tokens) for tokens in lengths]
 
     def _first_token(self, plan: PipelinePlan | None, tokens: int) -> FirstToken:
@@ -132,7 +134,7 @@ class Case:
         return f"does not fit: {name} lacks {most / 1e6:,.0f} MB for the caches" if most > 0 else ""
 
     def report(self, plan: PipelinePlan | None, members: Sequence[BoardSpec]) -> PlanReport:
-        """``plan`` None: one board holds everything, and no split fits."""
+        """Return the report of a split; ``plan`` None: one board holds everything, and no split fits."""
         problem, able = self.problem, self.alone
         assumed = {member.name: member.assumed for member in members}
         if plan:
@@ -157,8 +159,13 @@ class Case:
 def case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context: int, at_once: int,
             draft: PlannedDraftName = "auto", lm_head: HeadBits | None = None, kv_cache: CacheBits | None = None
             ) -> Case:
-    """``kv_cache`` None: "int8" where only that fits.  With ``draft`` "auto", n-grams where no head fits.
-    UsageError for a context that the model was not made for; ``planner.DoesNotFit`` with what is missing."""
+    """Plan a model in one element type.
+
+    draft     with "auto", n-grams where no head fits
+    kv_cache  None: "int8" where only that fits
+
+    Raise UsageError for a context that the model was not made for; ``planner.DoesNotFit`` with what is missing.
+    """
     caches: Sequence[CacheBits] = [kv_cache] if kv_cache else ["16bit", "int8"]
     drafts: Sequence[PlannedDraftName] = ["auto", NGRAM.name] if draft == "auto" else [draft]
     errors: list[planner.DoesNotFit] = []
@@ -229,8 +236,10 @@ class Cases:
     unfit: dict[PlanDtype, FlowspecError] = field(default_factory=dict)
 
     def choose(self, rate: Callable[[Case], float], predicted: bool = True) -> tuple[Case, str]:
-        """The case to recommend, and why its element type; ``rate``: tokens/s of a case's best, which only
-        rank unless they are ``predicted``."""
+        """Choose the case to recommend, and say why its element type.
+
+        ``rate`` gives the tokens/s of a case's best, which only rank unless they are ``predicted``.
+        """
         if not self.auto:
             return self.main, "as --dtype asks"
         fits = {case.problem.size.dtype: case for case in (self.main, *self.others)}
@@ -255,8 +264,10 @@ class Cases:
 def choose_dtype(model: str, dtype: str, members: Sequence[BoardSpec], context: int, at_once: int,
                  draft: PlannedDraftName = "auto", lm_head: HeadBits | None = None,
                  kv_cache: CacheBits | None = None) -> Cases:
-    """Return the case of the element type ``dtype``, and the cases to compare it with. For "auto" predictions decide
-    between the cases."""
+    """Return the case of the element type ``dtype``, and the cases to compare it with.
+
+    For "auto" predictions decide between the cases.
+    """
     unfit: dict[PlanDtype, FlowspecError] = {}
 
     def fitting_cases(kinds: Sequence[PlanDtype]) -> list[Case]:
@@ -312,7 +323,7 @@ class _Runs:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Where the tokens of a prediction come from.
+    """The source of the tokens of a prediction.
 
     source      a model's directory, or a recording
     acceptance  whose it is, for the label
@@ -330,7 +341,7 @@ class Tokens:
 
 
 class Runs:
-    """Runs the candidates in virtual time, and reports on the best."""
+    """What runs the candidates in virtual time, and reports on the best."""
 
     def __init__(self, cases: Cases, names: Sequence[str], tokens: Callable[[Case], Tokens]) -> None:
         self._cases, self._names, self._tokens = cases, names, tokens
@@ -346,7 +357,7 @@ class Runs:
                             for case in cases if case.plans), default=0) + self._steps_beside()
 
     def _steps_beside(self) -> int:
-        """In runs of the main case's requests, rounded up."""
+        """Return the steps for the requests beside the main case, in runs of its own requests, rounded up."""
         tokens = self._tokens(self._cases.main)
         return -(-len(tokens.beside.requests) // len(tokens.requests)) if tokens.beside else 0
 
@@ -355,7 +366,7 @@ class Runs:
 
     @contextmanager
     def in_processes(self) -> Iterator[None]:
-        """Within, what recordings simulate is simulated by a process for each core."""
+        """Have a process for each core simulate, within the block, what recordings simulate."""
         tokens = [self._tokens(case) for case in (self._cases.main, *self._cases.others)]
         beside = [case_tokens.beside for case_tokens in tokens if case_tokens.beside]
         sources = [case_tokens.source for case_tokens in (*tokens, *beside)]
@@ -430,7 +441,7 @@ def _index_of(cases: Sequence[Case], case_to_find: Case) -> int:
 
 
 def unpredicted(cases: Cases, members: Sequence[BoardSpec]) -> PlanReport:
-    """The split that the rate alone chooses."""
+    """Report the split that the rate alone chooses."""
     case, why = cases.choose(lambda case: case.expected, predicted=False)
     report = case.report(case.plans[0] if case.plans else None, members)
     for other in (case, *(other for other in (cases.main, *cases.others) if other is not case)):
@@ -441,7 +452,7 @@ def unpredicted(cases: Cases, members: Sequence[BoardSpec]) -> PlanReport:
 
 
 def _recommended(report: PlanReport, case: Case, why: str, alone: Sequence[Prediction]) -> PlanReport:
-    """``report`` with what to run: its split, or one board that is at least as fast for a single request."""
+    """Return ``report`` with what to run: its split, or one board that is at least as fast for a single request."""
     by_itself = report.plan is None or (
         report.alone is not None and bool(report.alone.enough) and report.at_once == 1)
     if by_itself:

@@ -60,7 +60,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What should be run.
+    """The split, or the board alone, that should be run.
 
     boards         D0 first, then the stages in order; one if it holds everything
     dtype_why      why this element type
@@ -77,10 +77,15 @@ class Recommendation:
 
 @dataclass
 class PlanReport:
-    """``plan``: None if no split fits, but one board holds the whole model; ``alone_rows``: the table of
-    boards if one of them alone is recommended; ``other_devices``: boards whose profile is of another device
-    than their file's torch_device, which for D0 is ``torch_device``; ``next``: commands; ``kinds_of``: whose texts
-    ``Prediction.by_kind`` is of, if they are not the label's."""
+    """What `flowspec plan` shows.
+
+    plan           None if no split fits, but one board holds the whole model
+    alone_rows     the table of boards if one of them alone is recommended
+    other_devices  boards whose profile is of another device than their file's torch_device, which for D0 is
+                   ``torch_device``
+    next           commands
+    kinds_of       whose texts ``Prediction.by_kind`` is of, if they are not the label's
+    """
 
     size: ModelBytes
     context: int
@@ -173,7 +178,7 @@ class PlanReport:
                 f"{size_note}; flowspec models fetch {called} downloads both")
 
     def as_json(self) -> dict[str, Any]:
-        """Sizes in MB (10^6 bytes), times in ms."""
+        """Return the fields of ``--json``, sizes in MB (10^6 bytes), times in ms."""
         plan = self.plan
         boards = [{key: round(value, 3) if isinstance(value, float) else value
                    for key, value in asdict(row).items()} for row in self.boards]
@@ -214,7 +219,7 @@ class PlanReport:
 
 
 def answer(report: PlanReport) -> list[str]:
-    """The first lines: what to run, on which of the boards, how fast, and the next commands."""
+    """Return the first lines: what to run, on which of the boards, how fast, and the next commands."""
     plan, size = report.recommended, report.size
     assert plan
     best, board_count, used_count = plan.best, len(report.boards), len(plan.boards)
@@ -364,8 +369,8 @@ def _predictions(report: PlanReport) -> Table:
     calibrated = any(p.tokens_per_second_calibrated is not None for p in predictions)
     ranges = not report.kinds_of and any(p.by_kind for p in predictions)
     columns = ("tokens/s", *(["at the paper's acceptance"] * calibrated), *(["by kind of text"] * ranges),
-               "speedup over chunk_pp", "tokens a turn")
-    table = frame(("strategy", "drafts with"), columns, wide=True)
+               "×chunk_pp", "tokens a turn")
+    table = frame(("strategy", "drafts with"), columns)
     for p in predictions:
         speedup = "–" if p.speedup is None else f"{p.speedup:.2f}×"
         like_paper = [rate_text(p.tokens_per_second_calibrated, 2)] if p.tokens_per_second_calibrated else []

@@ -24,7 +24,11 @@ INTERRUPTED = 130  # exit code: 128 + SIGINT, the shells' convention
 
 @dataclass(frozen=True)
 class ClockSettings:
-    """``profile`` None: this machine's own time; ``right_children``: as ``VirtualCluster``'s."""
+    """The clock of a command.
+
+    profile         None: this machine's own time
+    right_children  as ``VirtualCluster``'s
+    """
 
     clock: Clock
     profile: Profile | None
@@ -47,7 +51,7 @@ class ClockSettings:
         return Virtual(self.profile, right_children=self.right_children)
 
     def processes(self, stages: int) -> int:
-        """On a GPU, D0's included, which the only stage shares."""
+        """Return the number of processes that compute; on a GPU, with D0's, which the only stage shares."""
         return stages + 1 if self.clock == "wall" and stages > 1 else 1
 
 
@@ -62,8 +66,10 @@ def choose_clock(clock: Clock, profile: str, emulate: str | None) -> ClockSettin
 
 
 def local_processes(stages: int, device: str, emulate: Profile | None = None) -> Here:
-    """Processes on this machine, in their own time or that of ``emulate``. Those on a CPU begin to import
-    torch now, while this process does."""
+    """Return processes on this machine, in their own time or that of ``emulate``.
+
+    Those on a CPU begin to import torch now, while this process does.
+    """
     if device == "cpu":
         from flowspec_edge.drivers.processes.forkserver import preload
 
@@ -77,8 +83,11 @@ def local_processes(stages: int, device: str, emulate: Profile | None = None) ->
 
 
 def answer(cluster: ClusterBackend, request: Request, on_tokens: OnTokens) -> Result:
-    """The request's result.  The first Ctrl-C after a token cancels it, which ends it within a turn or two;
-    any other raises KeyboardInterrupt."""
+    """Run a request and return its result.
+
+    The first Ctrl-C after a token cancels the request, which ends within a turn or two; any other raises
+    KeyboardInterrupt.
+    """
     has_tokens = stopped = False
 
     def on_new_tokens(tokens: list[int]) -> None:
@@ -110,7 +119,7 @@ def answer(cluster: ClusterBackend, request: Request, on_tokens: OnTokens) -> Re
 
 @contextmanager
 def first_interrupt(stop: Callable[[], object], condition: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """The first Ctrl-C within the block calls ``stop`` if ``wanted()``; any other is as before the block."""
+    """Have the first Ctrl-C within the block call ``stop`` if ``condition()``; any other is as before the block."""
     before = signal.getsignal(signal.SIGINT)
     if not callable(before):  # a background job of a shell ignores it
         yield

@@ -13,9 +13,13 @@ from flowspec_edge.util.terminal import did_you_mean
 
 @dataclass(frozen=True)
 class LazyCommand:
-    """``location``: "module:attribute" below ``flowspec_edge.cli``: a function, or a ``Typer`` with a group;
-    ``summary``: its line in the group's help.  A function's ``command_class``, if it has one, parses its
-    arguments."""
+    """A command that is imported once it is used.
+
+    location  "module:attribute" below ``flowspec_edge.cli``: a function, or a ``Typer`` with a group
+    summary   its line in the group's help
+
+    A function's ``command_class``, if it has one, parses its arguments.
+    """
 
     location: str
     summary: str
@@ -28,7 +32,7 @@ class LazyCommand:
 
 
 class QuickGroup(TyperGroup):
-    """Options that were not given are left out: typer needs pydantic to read even their defaults."""
+    """A group that leaves out options that were not given: typer needs pydantic to read even their defaults."""
 
     _named_first = False  # whether the arguments begin with a command, not with an option of the group
 
@@ -48,7 +52,7 @@ class QuickGroup(TyperGroup):
 
 
 class LazyGroup(QuickGroup):
-    """Subclasses list ``lazy``, the commands by name."""
+    """A group whose subclasses list ``lazy``, the commands by name."""
 
     lazy: ClassVar[dict[str, LazyCommand]] = {}
 
@@ -102,7 +106,7 @@ def _add_full_help(command: Any) -> None:
     def template(*, full: Annotated[bool, typer.Option(
             "--help-all", is_eager=True, expose_value=False, callback=show,
             help="Show the rarer options, too.")] = False) -> None:
-        """Typer makes the option: its class' parameters differ between releases."""
+        """Let typer make the option: its class' parameters differ between releases."""
 
     alone = typer.Typer(add_completion=False)
     alone.command()(template)

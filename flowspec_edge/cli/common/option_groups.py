@@ -39,9 +39,9 @@ StrategySelector = Callable[[Mapping[str, Any]], Sequence[str] | None]
 def with_dataclasses(without: Collection[str] = (), strategies: StrategySelector | None = None,
                      rare: Collection[str] = ("top_k", "min_p"), **groups: Any,
                      ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replace each named parameter of a command by one option per dataclass field not in ``without``; a group
-    is a dataclass, or a ``partial`` of one with other defaults, which is called when the command runs.
+    """Replace each named parameter of a command by one option per dataclass field not in ``without``.
 
+    A group is a dataclass, or a ``partial`` of one with other defaults, which is called when the command runs.
     ``rare`` fields are shown by ``--help-all`` alone.  ``Params`` become ``--set``, which takes the parameters of
     ``strategies`` alone, and ``--draft``, which every strategy that drafts takes.
     """
@@ -92,7 +92,7 @@ def _set(params: Params, settings: Sequence[str], names: Sequence[str] | None, w
 
 
 def _drafting(params: Params, draft: str | None, settings: Sequence[str]) -> Params:
-    """``params`` with the kind of ``--draft``."""
+    """Return ``params`` with the kind of ``--draft``."""
     if draft is None:
         return params
     if any(setting.partition("=")[0].strip() == _DRAFT for setting in settings):

@@ -1,5 +1,6 @@
-"""Options that several commands share, and the defaults of ``--stages``, ``--dtype`` and ``--device`` for a
-model; torch is imported only for a GPU.
+"""Options that several commands share, and the defaults of ``--stages``, ``--dtype`` and ``--device`` for a model.
+
+Torch is imported only for a GPU.
 
 A hidden option of a panel is for rare needs: ``--help-all`` shows it.
 """
@@ -48,7 +49,7 @@ def _check_stages(context: typer.Context, value: int) -> int:
 
 
 def not_nan(value: float | None) -> float | None:
-    """For numbers with a smallest or largest value, which NaN passes."""
+    """Reject NaN, which passes the check of a smallest or largest value."""
     if value is not None and math.isnan(value):
         raise typer.BadParameter("nan is not a number")
     return value
@@ -116,7 +117,7 @@ JsonOption = Annotated[Path | None, typer.Option(
 
 
 def parse_counts(text: str, option: str, between: str = ",") -> list[int]:
-    """Positive whole numbers, separated by ``between``."""
+    """Read positive whole numbers, separated by ``between``."""
     parts = [part.strip() for part in text.split(between)]
     if not all(part.isascii() and part.isdigit() and len(part) <= _MOST_DIGITS and int(part)
                for part in parts):
@@ -133,10 +134,12 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "mixed": 4}
 
 def device_of(requested: str, model: OpenModel, dtype: Dtype, *, processes: int = 1, rows: int | None = None,
               ) -> str:
-    """The torch device of D0 and of local stages: "cpu" or "cuda:N".
+    """Return the torch device of D0 and of local stages: "cpu" or "cuda:N".
 
-    ``processes`` share the device; ``rows``: of text in the caches, None: those of one text.  UsageError for
-    a GPU that is missing or too small; "auto" prints why it rejects a GPU on stderr.
+    processes  share the device
+    rows       of text in the caches; None: those of one text
+
+    Raise UsageError for a GPU that is missing or too small; "auto" prints why it rejects a GPU on stderr.
     """
     # Without a driver there is no GPU, and no need to import torch here.
     driver = any(list(Path("/dev").glob(name)) for name in _DRIVERS)
@@ -153,8 +156,10 @@ def device_of(requested: str, model: OpenModel, dtype: Dtype, *, processes: int 
 
 
 def plain_device_of(device: str, model: OpenModel, dtype: Dtype, processes: int) -> str:
-    """Return the device of plain decoding beside a cluster: the CPU, with a note, if the weights do not fit
-    twice."""
+    """Return the device of plain decoding beside a cluster.
+
+    It is the CPU, with a note, if the weights do not fit twice.
+    """
     if device == "cpu":
         return "cpu"
     from flowspec_edge.util.torchdevice import CONTEXT_BYTES, architectures, gpus, pick
@@ -168,7 +173,7 @@ def plain_device_of(device: str, model: OpenModel, dtype: Dtype, processes: int)
 
 
 def loaded_bytes(model: OpenModel, dtype: Dtype, copies: int = 1, rows: int | None = None) -> int:
-    """Bytes of ``copies`` targets, D0's models, and caches of ``rows`` rows."""
+    """Return the bytes of ``copies`` targets, D0's models, and caches of ``rows`` rows."""
     rows = min(_ROWS, model.max_positions) if rows is None else rows
     if manifest := model.manifest:
         wider = _BYTES[dtype] / _BYTES[manifest.compute_dtype]
@@ -184,11 +189,12 @@ def loaded_bytes(model: OpenModel, dtype: Dtype, copies: int = 1, rows: int | No
 
 
 def require_room(context: int, at_once: int, rows: int, model: OpenModel, dtype: Dtype, local: bool) -> None:
-    """UsageError, with the context that fits, if the weights and caches of ``rows`` rows (``context`` and the
-    drafts of ``at_once`` requests) exceed this machine's available memory; without torch.
+    """Raise UsageError, with the context that fits, if weights and caches exceed this machine's available memory.
 
-    ``local``: whether stages compute in this machine's memory.  Prints a note if ``context`` is more than
-    the requests can use, by the model's positions.
+    rows   of the caches: ``context`` and the drafts of ``at_once`` requests
+    local  whether stages compute in this machine's memory
+
+    Print a note if ``context`` is more than the requests can use, by the model's positions.  Needs no torch.
     """
     limit = model.max_positions
     positions = f"a text of {model.name} has at most {limit} tokens, {at_once} at once use {at_once * limit}"
@@ -216,8 +222,11 @@ _STAGES = 4
 
 
 def stages_of(model: OpenModel, requested: int, profile: Profile | None = None) -> int:
-    """0: those of a sharded model, of a ``profile`` with a number of boards, or the paper's four. UsageError
-    if they differ."""
+    """Return the number of stages that is ``requested``.
+
+    0 is those of a sharded model, of a ``profile`` with a number of boards, or the paper's four.  Raise UsageError if
+    they differ.
+    """
     testbed = profile.boards - 1 if profile and profile.boards else 0
     stages = _stages_of(model, requested, testbed)
     if profile:
@@ -239,14 +248,14 @@ _CPU_WITH_PRODUCT = " avx2 "  # of float32 rows with matrices in 16 bits
 
 
 def dtype_of(model: OpenModel, requested: DtypeChoice) -> Dtype:
-    """"auto": the compute dtype of a sharded model, or fp32."""
+    """Return the element type that is ``requested``; "auto": the compute dtype of a sharded model, or fp32."""
     if requested != "auto":
         return requested
     return model.manifest.compute_dtype if model.manifest else "fp32"
 
 
 def answering_dtype(model: OpenModel, requested: DtypeChoice, device: str, clock: Clock = "wall") -> Dtype:
-    """As :func:`dtype_of`, where someone waits for answers that ``device`` computes.
+    """Return the element type as :func:`dtype_of`, where someone waits for answers that ``device`` computes.
 
     A GGUF file's weights were rounded to 4 to 8 bits when it was made, so another rounding to 16 costs nothing beside,
     and CPUs answer twice as fast.  Measurements keep fp32.
@@ -256,13 +265,15 @@ def answering_dtype(model: OpenModel, requested: DtypeChoice, device: str, clock
 
 
 def weights_of(model: OpenModel, dtype: Dtype) -> str:
-    """In which types the weights are (``Manifest.stored``), those of a checkpoint in ``dtype``."""
+    """Return in which types the weights are (``Manifest.stored``), those of a checkpoint in ``dtype``."""
     return model.manifest.stored if model.manifest else dtype
 
 
 def template_values(text: str | None) -> dict[str, Any]:
-    """The value of ``--chat-template-kwargs``; UsageError if it is no JSON object, or sets what is not the
-    user's."""
+    """Read the value of ``--chat-template-kwargs``.
+
+    Raise UsageError if it is no JSON object, or sets what is not the user's.
+    """
     if text is None:
         return {}
     try:

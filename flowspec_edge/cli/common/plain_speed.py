@@ -17,8 +17,10 @@ _CONTEXT = 128  # tokens before them: more would take longer to read than they t
 
 
 def shared_processors(clock: ClockSettings, strategy: str, stages: int, device: str) -> str | None:
-    """Name the processors or the GPU that the draft device and the stages of this machine share, if ``strategy``
-    drafts. None if there are enough for each, or if a profile sets the speed."""
+    """Name the processors or the GPU that the draft device and the stages of this machine share.
+
+    None if ``strategy`` does not draft, there are enough for each, or a profile sets the speed.
+    """
     strategy_type = strategy_class(strategy)
     if clock.clock != "wall" or clock.emulated or not strategy_type.drafter:
         return None
@@ -28,7 +30,7 @@ def shared_processors(clock: ClockSettings, strategy: str, stages: int, device: 
 
 
 def sharing_note(shared: str) -> str:
-    """For a service that starts, and has measured nothing."""
+    """Return the note for a service that starts, and has measured nothing."""
     return (f"flowspec: note: {shared}, so plain decoding (--strategy {PLAIN}) may be faster: "
             "flowspec generate measures both")
 

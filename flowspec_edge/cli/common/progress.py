@@ -65,7 +65,7 @@ def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
 
 
 def long_waits() -> str:
-    """The boards that are slow to answer, such as "waiting for orin-2 (10.0.0.12), 35 s"; "" without any."""
+    """Name the boards that are slow to answer, such as "waiting for orin-2 (10.0.0.12), 35 s"; "" without any."""
     from flowspec_edge.boards.commands import waited_for
 
     waits = [f"{board}, {seconds:.0f} s" for board, seconds in waited_for() if seconds >= _LONG_S]
@@ -74,8 +74,10 @@ def long_waits() -> str:
 
 @contextmanager
 def asking_boards(title: str = "asking the boards") -> Iterator[Callable[[str], None]]:
-    """Show ``title`` on a terminal, and anywhere which boards are waited for; call the result with what has
-    been done."""
+    """Show ``title`` on a terminal, and anywhere which boards are waited for.
+
+    Yield a function to call with what has been done.
+    """
     from rich.console import Console
     from rich.markup import escape
 
@@ -95,6 +97,6 @@ def asking_boards(title: str = "asking the boards") -> Iterator[Callable[[str], 
 
 
 def done_of(done: float, total: float, seconds: float, unit: str) -> str:
-    """Such as "12 of 64 runs, 35 s, about 150 s left"."""
+    """Write progress such as "12 of 64 runs, 35 s, about 150 s left"."""
     remaining = f", about {seconds / done * (total - done):.0f} s left" if done else ""
     return f"{done:,.0f} of {total:,.0f} {unit}, {seconds:.0f} s{remaining}"

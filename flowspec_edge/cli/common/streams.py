@@ -1,8 +1,8 @@
-"""The standard streams of a command: closed ones, encodings without a character, disks without room, and
-files that the system refuses.
+"""The standard streams of a command, and what the system refuses to write.
 
-Standard output is the command's result, so what it cannot take is an error. Standard error has notes and
-progress, so what it cannot take is dropped: a full disk under a log must not cost the result.
+Streams may be closed, lack a character in their encoding or lie on a full disk; a file may be refused.  Standard
+output is the command's result, so what it cannot take is an error.  Standard error has notes and progress, so what
+it cannot take is dropped: a full disk under a log must not cost the result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _unsaved: dict[Path, FlowspecError] = {}
 
 
 class _Dropping(io.FileIO):
-    """Reports what it could not write as written."""
+    """A stream that reports what it could not write as written."""
 
     def write(self, data: Any) -> int:
         with suppress(OSError):
@@ -63,8 +63,11 @@ def prepare_streams() -> None:
 
 
 def saved(path: Path, save: Callable[[], None]) -> bool:
-    """Whether ``save``, which writes a result to ``path``, succeeded. If not, the command goes on and shows
-    its result; then its end is the error, unless a later call for ``path`` has succeeded."""
+    """Call ``save``, which writes a result to ``path``, and return whether it succeeded.
+
+    If not, the command goes on and shows its result; then its end is the error, unless a later call for ``path`` has
+    succeeded.
+    """
     _unsaved.pop(path, None)
     try:
         save()
@@ -74,7 +77,7 @@ def saved(path: Path, save: Callable[[], None]) -> bool:
 
 
 def raise_unsaved() -> None:
-    """The first error of :func:`saved`, at the end of a command."""
+    """Raise the first error of :func:`saved`, at the end of a command."""
     errors = [*_unsaved.values()]
     _unsaved.clear()
     if errors:
@@ -82,7 +85,7 @@ def raise_unsaved() -> None:
 
 
 def refused_file(error: OSError) -> FlowspecError | None:
-    """The line for a file system that takes no more, or that refuses a path; None for another error."""
+    """Return the line for a file system that takes no more, or that refuses a path; None for another error."""
     path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
     if error.errno in _NO_ROOM:
         target = path or "the output"
@@ -93,8 +96,10 @@ def refused_file(error: OSError) -> FlowspecError | None:
 
 
 def end_output() -> None:
-    """Write what is left, or forget it: the interpreter's end would fail on it again. For a command that has
-    failed."""
+    """Write what is left, or forget it, after a command has failed.
+
+    The interpreter's end would fail on it again.
+    """
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

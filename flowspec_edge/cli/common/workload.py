@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 def demo_prompts() -> Path:
-    """Held-out prompts of the demonstration model."""
+    """Return the file of held-out prompts of the demonstration model."""
     return resource_dir("models") / DEMO / "prompts.jsonl"
 
 
 def chat_questions() -> Path:
-    """Questions of six kinds, in turn, for a model that answers."""
+    """Return the file of questions of six kinds, in turn, for a model that answers."""
     return resource_dir("models") / ANSWERING / "prompts.jsonl"
 
 
@@ -43,7 +43,7 @@ def shipped_recording(model: str) -> Path:
 def requests_for(tokenizer: Tokenizer, model: OpenModel, prompts: Sequence[Prompt], max_new_tokens: int,
                  sampling: Sampling, params: Params, truncate: int | None = None,
                  advice: str = "lower --max-new-tokens", chat: bool = False) -> list[Request]:
-    """One request per prompt, of its last ``truncate`` tokens; UsageError for a prompt that does not fit.
+    """Make one request per prompt, of its last ``truncate`` tokens; raise UsageError for a prompt that does not fit.
 
     ``chat``: prompts are questions, and go through the model's chat template.
     """
@@ -71,8 +71,10 @@ def require_fitting(length: int, model: OpenModel, max_new_tokens: int, name: st
 
 def require_runnable(strategies: Sequence[str], model: OpenModel, params: Params, clock: Clock,
                      stages: int) -> None:
-    """Raise UsageError if a strategy lacks its draft model, or processes cannot run it: they need a layer each;
-    without torch."""
+    """Raise UsageError if a strategy lacks its draft model, or processes cannot run it.
+
+    Processes need a layer each.  Needs no torch.
+    """
     from flowspec_edge.strategies.draft_choice import require_draft
     from flowspec_edge.strategies.registry import require_pipelines, strategy_class
 
@@ -111,7 +113,10 @@ def plain_decoding(model: OpenModel, dtype: DtypeChoice, device: str = "cpu"
 
 def near_tie_judge(model: OpenModel, dtype: DtypeChoice, device: str, decoder: PlainDecoder | None = None
                    ) -> NearTieJudge | None:
-    """None if activations are in 32 bits.  Without a ``decoder`` one is loaded for the first text that differs."""
+    """Return a judge of near ties, None if activations are in 32 bits.
+
+    Without a ``decoder`` one is loaded for the first text that differs.
+    """
     if dtype_of(model, dtype) in ("fp32", "mixed"):
         return None
 
@@ -126,7 +131,7 @@ def near_tie_judge(model: OpenModel, dtype: DtypeChoice, device: str, decoder: P
 
 
 def fail_if_different(differences: Sequence[object]) -> None:
-    """One line on stderr for each text that differs from plain decoding's, then an error."""
+    """Print one line on stderr for each text that differs from plain decoding's, then raise an error."""
     for difference in differences:
         print(f"flowspec: not identical: {difference}", file=sys.stderr)
     if differences:

@@ -21,7 +21,7 @@ ClusterOption = Annotated[Path, typer.Option("--cluster", metavar="FILE", help="
 
 @app.callback()
 def keys() -> None:
-    """Each board has its own key pair; the private key never leaves the board."""
+    """Group the commands about the boards' key pairs; a private key never leaves its board."""
 
 
 @app.command()

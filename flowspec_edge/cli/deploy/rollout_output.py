@@ -28,7 +28,7 @@ class RolloutProgress(Watch):
     """A line for the phase, and one below it for each active board."""
 
     def __init__(self, progress: Progress) -> None:
-        """``progress`` has columns for ``description``, a bar, and the field ``status``."""
+        """Show progress on ``progress``, with columns for ``description``, a bar, and the field ``status``."""
         self._progress = progress
         self._phase = progress.add_task("", total=None, status="")
         self._tasks: dict[str, TaskID] = {}
@@ -56,7 +56,7 @@ class RolloutProgress(Watch):
             self._progress.update(self._phase, status=long_waits())
 
     def line(self) -> str:
-        """The phase, and what each active board does."""
+        """Return the phase, and what each active board does."""
         with self._lock:
             about = [f"{task.description.strip()} {task.fields['status']}" for task in self._progress.tasks]
         return "; ".join(" ".join(text.split()) for text in about if text.strip()) or "working"
@@ -69,9 +69,9 @@ class RolloutProgress(Watch):
 
 @contextmanager
 def changing(cluster: Path, name: str, quiet: bool) -> Iterator[Watch]:
-    """As ``watch_rollout``, for a command that changes boards.
+    """Watch a rollout as ``watch_rollout``, for a command that changes boards.
 
-    UsageError if another one changes the cluster ``name`` of that file from this machine: the later one would
+    Raise UsageError if another one changes the cluster ``name`` of that file from this machine: the later one would
     end the steps of the earlier, which would then go back to the release before.
     """
     lock = cluster.absolute().parent / ".flowspec" / name / "lock"
@@ -82,7 +82,7 @@ def changing(cluster: Path, name: str, quiet: bool) -> Iterator[Watch]:
 
 @contextmanager
 def watch_rollout(quiet: bool) -> Iterator[Watch]:
-    """Progress on stderr, removed at the end; none with ``quiet``."""
+    """Show progress on stderr, removed at the end; none with ``quiet``."""
     if quiet:
         yield Watch()
         return
@@ -99,7 +99,10 @@ def watch_rollout(quiet: bool) -> Iterator[Watch]:
 
 
 def print_report(report: DeployReport, verb: str, as_json: bool, dry_run: bool = False) -> None:
-    """FlowspecError, or with ``as_json`` exit code 1, for failures; ``verb``: such as "deployed"."""
+    """Print a report; ``verb``: such as "deployed".
+
+    Raise FlowspecError, or with ``as_json`` exit with code 1, for failures.
+    """
     if as_json:
         print(json.dumps(report.as_json(), indent=2))
         if not report.ok:

@@ -183,7 +183,7 @@ def _show(name: str, fleet: FleetStatus) -> None:
 
 
 def _moment(since: str) -> str:
-    """systemd's "Sun 2026-11-22 01:24:54 UTC" without the weekday and the zone."""
+    """Return the time of systemd's "Sun 2026-11-22 01:24:54 UTC" without the weekday and the zone."""
     words = since.split()
     return " ".join(words[1:3]) if len(words) == 4 else since
 

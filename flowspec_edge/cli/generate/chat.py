@@ -149,7 +149,7 @@ def chat(
 
 @dataclass(eq=False)
 class ChatSession:
-    """``any_seed``: every answer gets its own seed."""
+    """A chat; ``any_seed``: every answer gets its own seed."""
 
     conversation: Conversation
     tokenizer: Tokenizer
@@ -255,7 +255,7 @@ class ChatInput:
 
 @contextmanager
 def _inputs() -> Iterator[Iterator[ChatInput]]:
-    """Messages: lines, or blocks between lines of three quotes; a terminal gets line editing."""
+    """Yield messages: lines, or blocks between lines of three quotes; a terminal gets line editing."""
     with ExitStack() as undo:
         if sys.stdin.isatty():
             undo.enter_context(_line_editing())
@@ -263,7 +263,10 @@ def _inputs() -> Iterator[Iterator[ChatInput]]:
 
 
 def _messages(read_line: Callable[[str], str | None]) -> Iterator[ChatInput]:
-    """``read_line`` returns a line without its end, or None at the end; Ctrl-C discards the current message."""
+    """Yield messages from ``read_line``, which returns a line without its end, or None at the end.
+
+    Ctrl-C discards the current message.
+    """
     while True:
         try:
             line = read_line("> ")

@@ -17,7 +17,10 @@ _LIVE = "flowspec_edge.d0.counters"
 
 
 class ChatScreen(logging.Handler):
-    """Text goes to stdout, everything else to stderr; a live line never splits a line of text."""
+    """The screen of a chat.
+
+    Text goes to stdout, everything else to stderr; a live line never splits a line of text.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +68,7 @@ class ChatScreen(logging.Handler):
         self._show_pending()
 
     def working(self, message: str) -> AbstractContextManager[object]:
-        """A spinner, if stderr is a terminal."""
+        """Show a spinner, if stderr is a terminal."""
         return self._notes.status(message) if self._notes.is_terminal else nullcontext()
 
     def note(self, text: str) -> None:

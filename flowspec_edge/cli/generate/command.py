@@ -215,7 +215,7 @@ def generate(
 
 
 def summary(result: Result, setup: str, sampling: str = "", plain: float | None = None) -> str:
-    """``plain``: tokens/s of plain decoding, if it was measured."""
+    """Sum up a result in one line; ``plain``: tokens/s of plain decoding, if it was measured."""
     stats = result.stats
     figures = figures_line(len(result.tokens), result.finish_reason, stats.tokens_per_second, stats.alt,
                            stats.alr, stats.ttft_s, stats.energy_j, plain)
@@ -223,7 +223,7 @@ def summary(result: Result, setup: str, sampling: str = "", plain: float | None 
 
 
 def sampling_note(sampling: Sampling, origins: Mapping[str, Origin]) -> str:
-    """The sampling values that are not defaults, with their origins; may be empty."""
+    """Return the sampling values that are not defaults, with their origins; may be empty."""
     return ", ".join(f"{name.replace('_', '-')} {value}" +
                      ("" if origins[name] == "command line" else f" from {origins[name]}")
                      for name, value in asdict(sampling).items() if origins[name] != "default")
@@ -277,8 +277,7 @@ def _write(text: str) -> None:
 @contextmanager
 def write_trace(path: Path | None, request: Request, stages: int, about: dict[str, Any],
                 decode: Callable[[Sequence[int]], str], before: Sequence[int]) -> Iterator[Observer | None]:
-    """An observer whose trace is written to ``path`` when the request ends or fails; None without a
-    ``path``."""
+    """Yield an observer whose trace is written to ``path`` when the request ends or fails; None without a ``path``."""
     if path is None:
         yield None
         return

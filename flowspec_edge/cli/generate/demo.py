@@ -231,7 +231,7 @@ def _play(results: Sequence[Result], columns: SideBySide, decode: Callable[[Sequ
 
 @contextmanager
 def _late_emulation() -> Iterator[list[str]]:
-    """Yield D0's warnings of an emulation that is late.  They are not printed into the answers."""
+    """Yield D0's warnings of an emulation that is late, which are not printed into the answers."""
     from flowspec_edge.d0 import core
 
     warned: list[str] = []

@@ -25,8 +25,10 @@ _ACCEPTED = {"prompt", "prompt_file", "chat", "system", "strategy", "max_new_tok
 
 @dataclass(frozen=True)
 class RemoteRequest:
-    """explicit  names of the sampling values that override the model's generation_config.json
-    schema    the JSON schema that the answer must match; None: any text
+    """A request to a server.
+
+    explicit         names of the sampling values that override the model's generation_config.json
+    schema           the JSON schema that the answer must match; None: any text
     template_values  variables of the chat template
     """
 
@@ -45,7 +47,7 @@ class RemoteRequest:
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     def body(self, model: str) -> dict[str, Any]:
-        """The JSON body of OpenAI's API, with token ids requested."""
+        """Return the JSON body of OpenAI's API, with token ids requested."""
         values = asdict(self.sampling)
         body: dict[str, Any] = {"model": model, "max_tokens": self.max_new_tokens, "seed": values["seed"],
                                 "stream_options": {"include_usage": True}, "flowspec": {"tokens": True}}
@@ -114,7 +116,7 @@ def generate_remotely(cluster: Path, request: RemoteRequest, as_json: bool) -> N
 
 @contextmanager
 def _reporting_interrupt(pieces: Sequence[str]) -> Iterator[None]:
-    """Ctrl-C, which ends the connection and so the request, still says how much of the answer there is."""
+    """Report how much of the answer there is on Ctrl-C, which ends the connection and so the request."""
     began = time.monotonic()
     try:
         yield
@@ -127,7 +129,7 @@ def _reporting_interrupt(pieces: Sequence[str]) -> Iterator[None]:
 
 def figures_line(tokens: int, finish: str, per_second: float | None, alt: float | None, alr: float | None,
                  ttft_s: float, joules: float | None, plain: float | None = None) -> str:
-    """The rates are None for an answer of at most one token."""
+    """Write the figures of an answer; the rates are None for an answer of at most one token."""
     energy = "" if joules is None or not tokens else f", {joules / tokens:.2f} J a token"
     beside = "" if plain is None else f" (plain decoding: {plain:.2f})"
     first = f", first token after {ttft_s:.2f} s" if tokens else ""

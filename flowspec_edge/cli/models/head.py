@@ -26,8 +26,12 @@ _MEGA, _GIGA = 1e6, 1e9
 
 @dataclass(frozen=True)
 class DraftChoice:
-    """A way to draft: ``way`` names it for programs, ``ready`` says whether all that it needs is on this machine, and
-    ``commands`` are in their order."""
+    """A way to draft.
+
+    way       names it for programs
+    ready     whether all that it needs is on this machine
+    commands  in their order
+    """
 
     way: str
     ready: bool

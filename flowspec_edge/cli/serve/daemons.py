@@ -113,7 +113,7 @@ def _service(config: DraftConfig, api_key_file: Path | None) -> Service:
 
 
 def _api_key(config: DraftConfig, file: Path | None) -> str | None:
-    """From ``file`` or the configured file; None: clients need no key."""
+    """Read the API key from ``file`` or the configured file; None: clients need no key."""
     if not config.api_key_file:
         return None
     file = file or Path(config.api_key_file)

@@ -60,7 +60,9 @@ class Service:
     def run(self, listener: socket.socket, spec: ClusterSpec, backend: Processes, ready: Callable[[str], None],
             log_json: bool = False, watchers: Sequence[Observer] = ()) -> None:
         """Serve until SIGINT or SIGTERM, in the main thread; ``ready`` gets a line after the first token.
-        ``spec``: without what this class determines: how requests share the stages, and who observes them."""
+
+        spec  without what this class determines: how requests share the stages, and who observes them
+        """
         from flowspec_edge.d0.capacity import cache_rows
         from flowspec_edge.d0.observer import Observers
         from flowspec_edge.drivers.observe.power import board_meter
@@ -115,7 +117,7 @@ class Service:
         return stage_ranges(self.model, self.stages)
 
     def _runnable(self) -> list[str]:
-        """The strategies that need no other models than ``strategy``."""
+        """Return the strategies that need no other models than ``strategy``."""
         strategy_type = strategy_class(self.strategy)
         loaded = {None, NGRAM.name, draft_kind(strategy_type, self.params, self.model)}
         names = []

@@ -32,7 +32,10 @@ from flowspec_edge.util.weight_file import tokens_device
 
 
 class BlockDrafter(Drafter):
-    """``lm_head`` is the target's, of the head's dtype and on its device, for heads without their own."""
+    """A session's drafter with a block head.
+
+    ``lm_head`` is the target's, of the head's dtype and on its device, for heads without their own.
+    """
 
     taps: tuple[int, ...] = ()
 
@@ -68,7 +71,7 @@ class BlockDrafter(Drafter):
         return True
 
     def _restart(self, rows: int, sampling: Sampling, rank: Rank, tau: float) -> None:
-        """With the first ``rows`` rows of the text."""
+        """Begin anew with the first ``rows`` rows of the text."""
         self._ranking = (sampling, rank, tau)
         self._tapped.clear()  # the numbers are another session's
         self._cache.truncate(rows)
@@ -155,7 +158,7 @@ class BlockDrafter(Drafter):
         return (hidden, logits, largest(logits, most)[1]) if most else (hidden, logits)
 
     def _masks(self, slots: range) -> list[SharedMask]:
-        """Of all layers; the text's columns, then the slots'."""
+        """Make the masks of all layers, over the text's columns, then the slots'."""
         config = self._head.config
         masks: dict[tuple[bool, int | None], SharedMask] = {}
         for kind in zip(config.causal, config.windows, strict=True):
@@ -166,7 +169,7 @@ class BlockDrafter(Drafter):
 
 
 def visible_slots(slots: range, causal: bool, window: int | None, from_root: bool) -> NDArray[np.bool_]:
-    """bool [slots, columns]: which columns each slot sees; a column's number is its position."""
+    """Return which columns each slot sees: bool [slots, columns]; a column's number is its position."""
     positions, columns = np.array(slots)[:, None], np.arange(slots.stop)[None]
     visible = columns <= positions if causal else np.ones((len(slots), slots.stop), bool)
     if window is not None:

@@ -54,7 +54,10 @@ _NOT_READ = ("confidence_head.", "t2d")
 def load_block_head(directory: Path, embedding: Tensor | Embedding | None, dtype: torch.dtype,
                     layers: int, in_file: bool = False,
                     quantise: Callable[[nn.Module], None] = lambda module: None) -> BlockHead:
-    """As ``eagle2.load_head``; ``layers``: the target's, of which none is captured that it lacks."""
+    """Load a head as ``eagle2.load_head`` does.
+
+    ``layers``: the target's; FlowspecError if the head captures one beyond them.
+    """
     config = block_config(directory)
     check_layers(directory, config, layers)
     files = checkpoint.HeadFiles(directory)
@@ -79,7 +82,7 @@ def load_block_head(directory: Path, embedding: Tensor | Embedding | None, dtype
 
 
 def block_config(directory: Path) -> BlockConfig:
-    """UsageError or FlowspecError if config.json is missing or unusable; ``own_lm_head`` is set later."""
+    """Read config.json; UsageError or FlowspecError if it is missing or unusable; ``own_lm_head`` is set later."""
     path = directory / "config.json"
     raw = checkpoint.read_config(directory, _TITLE, blocks=True)
     if (name := recognise_format(raw)) not in _FORMATS:
@@ -122,7 +125,7 @@ def block_config(directory: Path) -> BlockConfig:
 
 
 def check_layers(directory: Path, config: BlockConfig, layers: int) -> None:
-    """FlowspecError for a state of a layer that the target lacks."""
+    """Raise FlowspecError for a state of a layer that the target lacks."""
     if min(config.captured) < 0 or max(config.captured) > layers:
         raise FlowspecError(f"{directory / 'config.json'}: the head's states after "
                             f"{', '.join(map(str, config.captured))} layers reach past the target, which has "
@@ -130,7 +133,7 @@ def check_layers(directory: Path, config: BlockConfig, layers: int) -> None:
 
 
 def save_block_head(head: BlockHead, directory: Path, dtype: torch.dtype) -> None:
-    """In the form of z-lab and SpecForge, without embeddings and lm_head, which are the target's."""
+    """Write a head in the form of z-lab and SpecForge, without embeddings and lm_head, which are the target's."""
     config = head.config
     block: dict[str, Any] = {"mask_token_id": config.mask_token_id, "shift_label": config.from_root,
                              "target_layer_ids": [depth - 1 for depth in config.captured]}
@@ -163,7 +166,7 @@ def _speculators(raw: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _outputs(settings: dict[str, Any], path: Path) -> dict[str, Any]:
-    """``captured`` by layer ids that count outputs of layers; -1 is the embeddings."""
+    """Translate layer ids that count outputs of layers into ``captured``; -1 is the embeddings."""
     ids = settings.get("target_layer_ids")
     if ids is None:
         count = [_number(settings.get(key), key, path) for key in ("num_target_layers", "num_hidden_layers")]

@@ -33,7 +33,7 @@ from flowspec_edge.util.weight_file import random_embedding
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(DecoderConfig):
-    """Of the head's layers, and beside that:
+    """The configuration of a block drafter's head: its layers', and the fields below.
 
     captured       after how many of the target's layers the states are captured, in fc's order; they have
                    the head's own width
@@ -107,8 +107,10 @@ class CandidateSelector(nn.Module):
 
 
 class Convolution(nn.Module):
-    """Depthwise and causal along a block, before a sublayer and after it (DFlash2).  A slot's two kernels are
-    learned ones with a change by the sublayer's input, which a group of channels shares."""
+    """Depthwise and causal along a block, before a sublayer and after it (DFlash2).
+
+    A slot's two kernels are learned ones with a change by the sublayer's input, which a group of channels shares.
+    """
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -146,7 +148,10 @@ class BlockAttention(SelfAttention):
         self._key_norms = head_norms((self.k_norm, self._kv_heads))
 
     def keys_values(self, rows: Tensor, rotation: Rotation) -> Tensor:
-        """Of normed rows [N, H], as ``KVCache.write`` takes them: [N, 2, kv_heads, head_dim]."""
+        """Compute keys and values of normed rows [N, H].
+
+        They are as ``KVCache.write`` takes them: [N, 2, kv_heads, head_dim].
+        """
         keys_values: Tensor = self.kv_proj(rows).view(len(rows), 2, self._kv_heads, self._width)
         self._key_norms.in_place(keys_values[:, 0])
         rotate_in_place(keys_values[:, 0], (rotation.cos, rotation.sin))
@@ -183,9 +188,11 @@ class ConvolvedLayer(BlockLayer):
 
 
 class BlockHead(nn.Module):
-    """``embed_tokens`` is the target's or the head's own; so is ``lm_head``, which is None for the target's.
+    """A block drafter's head; ``embed_tokens`` is the target's or the head's own.
 
-    A draft vocabulary smaller than the target's has the buffer ``d2t``, as in EAGLE-3.
+    So is ``lm_head``, which is None for the target's. A draft vocabulary smaller than the target's has the buffer
+    ``d2t``,
+    as in EAGLE-3.
     """
 
     d2t: Tensor
@@ -208,7 +215,7 @@ class BlockHead(nn.Module):
             self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.int64))
 
     def prepare(self) -> None:
-        """As ``DraftHead.prepare``."""
+        """Join matrices that multiply the same rows, as ``DraftHead.prepare``."""
         if self._rotary is None:
             self.hidden_norm.prepare()
             for layer in self._layers():
@@ -232,7 +239,7 @@ class BlockHead(nn.Module):
         return [root, *[self.config.mask_token_id] * (self.config.block_size - 1)]
 
     def keys_values(self, states: Tensor, positions: Tensor) -> Iterator[Tensor]:
-        """Of text rows, layer by layer.
+        """Yield the text rows' keys and values, layer by layer.
 
         states     [n, captured * H]
         positions  [n]
@@ -271,7 +278,7 @@ class BlockHead(nn.Module):
         return torch.full_like(logits, float("-inf")).scatter(-1, candidates, ranked)
 
     def target_ids(self) -> Tensor:
-        """The target's id of each draft token: int64 [D]."""
+        """Return the target's id of each draft token: int64 [D]."""
         ids = torch.arange(self.config.draft_vocab_size, device=self.norm.weight.device)
         return ids + self.d2t if "d2t" in self._buffers else ids
 

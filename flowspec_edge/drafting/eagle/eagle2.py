@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(DecoderConfig):
-    """Of a head's layer, and beside that:
+    """The configuration of an EAGLE-1/2 head: its layer's, and the fields below.
 
     bias              whether fc has one
     draft_vocab_size  tokens that it drafts; None: all
@@ -92,7 +92,7 @@ class EagleHead(DraftHead):
         return out
 
     def ranking(self, lm_head: OutputHead) -> tuple[nn.Module, DraftVocabulary | None]:
-        """What ranks a row's children by its output, and the tokens that it ranks.
+        """Return what ranks a row's children by its output, and the tokens that it ranks.
 
         ``lm_head``: the target's.
         """
@@ -109,8 +109,12 @@ def rank_outputs(outputs: Tensor, lm_head: nn.Module) -> Tensor:
 
 
 class EagleDrafter(HeadDrafter):
-    """``logits`` ranks a row's children by its output: the target's lm_head ([V, H], or a module of it), of
-    the head's dtype and on its device, or a module for the tokens of ``draft_vocabulary``."""
+    """A session's drafter with an EAGLE-1/2 head.
+
+    ``logits`` ranks a row's children by its output: the target's lm_head ([V, H], or a module of it), of the head's
+    dtype
+    and on its device, or a module for the tokens of ``draft_vocabulary``.
+    """
 
     def __init__(self, head: DraftHead, logits: Tensor | nn.Module, memory: CacheMemory | None = None,
                  recorded: RecordedPasses | None = None, draft_vocabulary: DraftVocabulary | None = None
@@ -125,9 +129,12 @@ _TITLE = "an EAGLE head"
 def load_head(directory: Path, embedding: Tensor | Embedding | None, dtype: torch.dtype,
               in_file: bool = False, quantise: Callable[[nn.Module], None] = lambda module: None,
               lm_head: OutputHead | None = None) -> EagleHead:
-    """``embedding`` [V, H], the target's, is used if the file has none; if ``in_file`` the file's own rows
-    are read when they are looked up.  ``quantise`` as for ``checkpoint.build``.  ``lm_head``: the target's; a
-    stored one is loaded only if it differs from that.
+    """Load an EAGLE-1/2 head.
+
+    embedding  the target's [V, H], which is used if the file has none
+    in_file    the file's own rows are read when they are looked up
+    quantise   as for ``checkpoint.build``
+    lm_head    the target's; a stored one is loaded only if it differs from that
 
     UsageError for a missing file, FlowspecError that names a missing, unexpected, misshapen or unreadable
     tensor.
@@ -139,7 +146,7 @@ def load_head(directory: Path, embedding: Tensor | Embedding | None, dtype: torc
 def read_head(files: checkpoint.HeadFiles, config: EagleConfig, embedding: Tensor | Embedding | None,
               dtype: torch.dtype, in_file: bool, quantise: Callable[[nn.Module], None], lm_head: OutputHead | None
               ) -> EagleHead:
-    """As :func:`load_head`, of files whose :func:`head_config` is known."""
+    """Read a head from files whose :func:`head_config` is known, as :func:`load_head`."""
     directory, file_embedding = files.directory, files.own_embedding(config, dtype) if in_file else None
     stored = checkpoint.plain_names(files.read(_TITLE, file_embedding is None), directory)
     matrix, token_map = stored.pop(checkpoint.LM_HEAD, None), stored.pop(_TOKEN_MAP, None)
@@ -165,7 +172,7 @@ _TOKEN_MAP = "token_map"  # of vLLM's conversions: the target's ids of a smaller
 
 def _load_lm_head(directory: Path, stored: StoredTensor, head: EagleHead, lm_head: OutputHead,
                   dtype: torch.dtype) -> nn.Linear | None:
-    """A stored lm_head, with the rows of the draft vocabulary; None if it is a copy of the target's.
+    """Return a stored lm_head, with the rows of the draft vocabulary; None if it is a copy of the target's.
 
     They are compared by their logits for one state, since the target's may be quantised.
     """
@@ -196,7 +203,7 @@ _ALIKE = 0.2  # int4 of a matrix changes its logits by about a tenth
 
 
 def check_target_ids(directory: Path, ids: Tensor, vocabulary: int, name: str = "d2t") -> None:
-    """FlowspecError unless the draft tokens' ``ids`` [D] are distinct tokens of the target."""
+    """Raise FlowspecError unless the draft tokens' ``ids`` [D] are distinct tokens of the target."""
     for extreme in (int(ids.min()), int(ids.max())):
         if not 0 <= extreme < vocabulary:
             raise FlowspecError(f"{directory}: tensor {name} maps a draft token to {extreme}, but the "
@@ -213,7 +220,7 @@ def save_head(head: EagleHead, directory: Path, dtype: torch.dtype, with_embeddi
 
 
 def write_head(head: DraftHead, directory: Path, dtype: torch.dtype, with_embedding: bool, **settings: object) -> None:
-    """A head that is not prepared; config.json has the fields of its layer, and ``settings``."""
+    """Write a head that is not prepared; config.json has the fields of its layer, and ``settings``."""
     config = {**published(head.config), **settings, "torch_dtype": str(dtype).removeprefix("torch.")}
     stored = {name: weight for name, weight in head.state_dict().items()
               if with_embedding or name != checkpoint.EMBEDDING}
@@ -249,7 +256,7 @@ def head_config(files: checkpoint.HeadFiles) -> EagleConfig:
 
 
 def eagle_config(fields: Mapping[str, Any], origin: Path | str) -> EagleConfig:
-    """Of a config.json as EAGLE's authors write it: absent means that fc has a bias.
+    """Read a head's configuration from the fields that EAGLE's authors write; fc has a bias if they do not name it.
 
     The layer is Llama's in heads for other families, too.  FlowspecError for fields that do not go together.
     """
@@ -290,7 +297,7 @@ class Eagle2Format(HeadFormat):
 
 
 def usual_layer(target: DecoderConfig) -> DecoderConfig:
-    """A head's layer in the shape of a target's layers."""
+    """Return a head's layer in the shape of a target's layers."""
     return llama_layer({
         "vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "num_hidden_layers": 1,
         "intermediate_size": target.intermediate_size or 4 * target.hidden_size, **layer_heads(target),
@@ -298,8 +305,11 @@ def usual_layer(target: DecoderConfig) -> DecoderConfig:
 
 
 def layer_heads(target: Any) -> dict[str, int]:
-    """The numbers of attention heads of such a layer: the target's, unless they do not divide its width, which other
-    programs' Llamas forbid.  ``target``: its configuration, here or of transformers."""
+    """Return the numbers of attention heads of a head's layer.
+
+    They are the target's, unless these do not divide the layer's width, which other programs' Llamas forbid.
+    ``target``: its configuration, here or of transformers.
+    """
     heads = target.num_attention_heads
     if target.hidden_size % heads:
         heads = target.hidden_size // target.head_dim

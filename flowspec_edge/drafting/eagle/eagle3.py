@@ -46,8 +46,9 @@ def captured_layers(layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(DecoderConfig):
-    """Of a head's layer, which norms queries and keys if it is Qwen3's, and beside that, each with EAGLE-3's value as
-    the default:
+    """The configuration of an EAGLE-3 head: its layer's, and the fields below, with EAGLE-3's values as defaults.
+
+    The layer norms queries and keys if it is Qwen3's.
 
     target_hidden_size     width of the target's states
     draft_vocab_size       tokens that it drafts; ``vocab_size`` is the target's
@@ -122,7 +123,7 @@ class Eagle3Head(DraftHead):
         return self.midlayer
 
     def fuse(self, states: Tensor) -> Tensor:
-        """The captured states of rows, [..., states * target_H], to h [..., H]."""
+        """Return the captured states of rows, [..., states * target_H], to h [..., H]."""
         if self.input_norm is not None:
             states = self.input_norm(states)
         if self.fc_norm is not None:
@@ -132,7 +133,7 @@ class Eagle3Head(DraftHead):
         return fused
 
     def forward(self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Any, cache: Any) -> Tensor:
-        """``states``: h_i, fused, or the outputs of the rows before."""
+        """Compute rows' outputs from ``states``: h_i, fused, or the outputs of the rows before."""
         layer = self.midlayer
         normed = layer.hidden_norm(states)
         x = torch.cat((layer.input_layernorm(self.embedded(tokens)), normed), dim=-1)
@@ -162,21 +163,26 @@ class Eagle3Head(DraftHead):
         return self._candidate_head[0]
 
     def shared_lm_head(self, target: OutputHead) -> nn.Module | None:
-        """What ranks in the place of an lm_head of the head's own: the target's rows of the draft vocabulary;
-        None if it has one."""
+        """Return what ranks in the place of an lm_head of the head's own: the target's rows of the draft vocabulary.
+
+        None if it has one.
+        """
         if self.lm_head is not None:
             return None
         return target.restrict_to(self.target_ids()) if "d2t" in self._buffers else target
 
     def target_ids(self) -> Tensor:
-        """The target's id of each draft token: int64 [draft_vocab]."""
+        """Return the target's id of each draft token: int64 [draft_vocab]."""
         ids = torch.arange(self.config.draft_vocab_size, device=self.norm.weight.device)
         return ids + self.d2t if "d2t" in self._buffers else ids
 
 
 class Eagle3Drafter(HeadDrafter):
-    """``layers``: after how many target layers the states are captured, in ``fc``'s order; they may
-    repeat.  ``lm_head``: the target's, for a head without its own."""
+    """A session's drafter with an EAGLE-3 head.
+
+    layers   after how many target layers the states are captured, in ``fc``'s order; they may repeat
+    lm_head  the target's, for a head without its own
+    """
 
     def __init__(self, head: Eagle3Head, layers: Sequence[int], memory: CacheMemory | None = None,
                  recorded: RecordedPasses | None = None, lm_head: nn.Module | None = None) -> None:

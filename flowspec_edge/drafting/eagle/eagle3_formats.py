@@ -49,7 +49,7 @@ _LAYERS = {family.name: family for family in (LLAMA, QWEN3)}
 def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: torch.dtype,
                in_file: bool = False, quantise: Callable[[nn.Module], None] = lambda module: None
                ) -> Eagle3Head:
-    """As ``load_head``; also FlowspecError, with both numbers, if the head does not fit the target."""
+    """Load a head as ``load_head`` does; also FlowspecError, with both numbers, if the head does not fit the target."""
     files = checkpoint.HeadFiles(directory)
     config = head3_config(files)
     file_embedding = files.own_embedding(config, dtype) if in_file else None
@@ -88,7 +88,7 @@ def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: tor
 
 
 def save_head3(head: Eagle3Head, directory: Path, dtype: torch.dtype) -> None:
-    """As EAGLE's authors publish a head, without the embedding, which is the target's."""
+    """Write a head as EAGLE's authors publish it, without the embedding, which is the target's."""
     config = head.config
     write_head(head, directory, dtype, False, architectures=["LlamaForCausalLMEagle3"],
                draft_vocab_size=config.draft_vocab_size, target_hidden_size=config.target_hidden_size,
@@ -96,7 +96,7 @@ def save_head3(head: Eagle3Head, directory: Path, dtype: torch.dtype) -> None:
 
 
 def head3_config(files: checkpoint.HeadFiles) -> Eagle3Config:
-    """The head's layer, with all that ``Eagle3Head`` reads.
+    """Return the head's layer, with all that ``Eagle3Head`` reads.
 
     Where its weights are, they decide what config.json may get wrong: whether there is an lm_head, norms of
     queries and keys, and the size of the draft vocabulary.
@@ -141,7 +141,7 @@ def head3_config(files: checkpoint.HeadFiles) -> Eagle3Config:
 
 
 def _speculators_fields(inner: dict[str, Any], raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """``inner`` with what it leaves out, the defaults of its own family, and the fields beside it."""
+    """Complete ``inner`` with the defaults of its own family, and with the fields beside it."""
     family = inner.get("model_type", QWEN3.name)
     if family not in _LAYERS:
         raise FlowspecError(f"{path}: EAGLE-3 heads with a layer of {family!r} are not supported, only of "
@@ -161,7 +161,7 @@ def _check_deepspec(fields: dict[str, Any], path: Path) -> None:
 
 
 def _window(fields: dict[str, Any], shapes: dict[str, torch.Size]) -> int | None:
-    """An EAGLE-4 head's layer slides if it has a window; others say which of their target's layers do."""
+    """Return an EAGLE-4 head's layer slides if it has a window; others say which of their target's layers do."""
     kinds = fields.get("layer_types") or []
     slides = kinds[0] == "sliding_attention" if kinds else _FACTOR in shapes
     return fields.get("sliding_window") if slides else None
@@ -169,7 +169,7 @@ def _window(fields: dict[str, Any], shapes: dict[str, torch.Size]) -> int | None
 
 def _candidates(shapes: dict[str, torch.Size], fields: dict[str, Any], settings: dict[str, Any], path: Path
                 ) -> dict[str, Any]:
-    """The factor's rank is that of the tensors; FlowspecError for a head with a part of one."""
+    """Return the factor's rank is that of the tensors; FlowspecError for a head with a part of one."""
     factors = [name for name in (_FACTOR, _FACTOR_DOWN) if name in shapes]
     if not factors:
         return {}
@@ -202,7 +202,7 @@ def _named_layers(raw: dict[str, Any], path: Path) -> tuple[int, ...] | None:
 
 
 def head3_layers(directory: Path, config: Any, layers: int) -> tuple[int, ...]:
-    """After how many of a target's ``layers`` the head's states are captured, in fc's order.
+    """Return after how many of a target's ``layers`` the head's states are captured, in fc's order.
 
     FlowspecError for a layer that the target lacks, or if the default has another number of states.
     """
@@ -224,7 +224,7 @@ def _rename_tensors(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def _check_fc(directory: Path, stored: dict[str, StoredTensor], config: Eagle3Config) -> None:
-    """A clearer error than that of a wrong shape."""
+    """Check fc, with a clearer error than that of a wrong shape."""
     fc, width, states = stored.get("fc.weight"), config.target_hidden_size, config.num_aux_hidden_states
     if fc is not None and len(fc.shape) == 2 and fc.shape[1] != states * width:
         raise FlowspecError(f"{directory}: tensor fc.weight takes {fc.shape[1]} values, but {states} "
@@ -232,7 +232,7 @@ def _check_fc(directory: Path, stored: dict[str, StoredTensor], config: Eagle3Co
 
 
 def _settings_of_files(shapes: dict[str, torch.Size], drafted: int, vocabulary: int) -> dict[str, Any]:
-    """What the shapes of the stored tensors tell of a head."""
+    """Return what the shapes of the stored tensors tell of a head."""
     rows = [shapes[name][0] for name in (checkpoint.LM_HEAD, "d2t") if shapes.get(name)]
     if rows:  # a whole lm_head may stand beside a smaller vocabulary
         drafted = rows[0] if rows[0] != vocabulary else rows[-1]
@@ -286,7 +286,7 @@ def _computed(tensor: Tensor) -> StoredTensor:
 
 
 def _rows(matrix: StoredTensor, d2t: StoredTensor | None) -> StoredTensor:
-    """A matrix with a row for each token of the target, or its rows of the draft vocabulary."""
+    """Return a matrix with a row for each token of the target, or its rows of the draft vocabulary."""
     if d2t is None:
         return matrix
     offsets = d2t.read().long()

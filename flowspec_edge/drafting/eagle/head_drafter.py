@@ -57,8 +57,11 @@ class DraftHead(nn.Module, ABC):
         """
 
     def prepare(self) -> None:
-        """Join matrices that multiply the same rows; before the first pass, where the weights will be used and in the
-        dtype of all passes.  A second call does nothing."""
+        """Join matrices that multiply the same rows.
+
+        Before the first pass, where the weights will be used and in the dtype of all passes. A second call does
+        nothing.
+        """
         if self._rotary is None:
             _prepare_below(self)
             weight = self.weight
@@ -71,7 +74,7 @@ class DraftHead(nn.Module, ABC):
         return self.layer.post_attention_layernorm.weight
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """Of rows at ``positions`` [n], which have been reached."""
+        """Return the rotation of rows at ``positions`` [n], which have been reached."""
         return self._prepared(positions)
 
     def reach(self, position: int) -> None:
@@ -84,14 +87,14 @@ class DraftHead(nn.Module, ABC):
         return self._rotary
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """``tokens`` [n], int64, or their embeddings [n, H], as embeddings."""
+        """Return the embeddings of ``tokens``: int64 [n], or embeddings [n, H] already."""
         return tokens if tokens.is_floating_point() else cast(Tensor, self.embed_tokens(tokens))
 
     def cache_shape(self) -> CacheShape:
         return CacheShape.from_config(self.config, 1, self.weight, self.config.max_position_embeddings)
 
     def pass_model(self, logits: Callable[[Tensor], Tensor]) -> PassModel:
-        """``logits``: of the head's outputs."""
+        """Return what computes passes; ``logits``: of the head's outputs."""
         embeddings = self.embed_tokens
         return PassModel(self, logits, self.config.hidden_size, True, self.reach,
                          embeddings if isinstance(embeddings, EmbeddingTable) else None,

@@ -37,7 +37,10 @@ _TITLE = "an MTP layer"
 
 
 class MtpHead(DraftHead):
-    """``config``: the target's, of one layer with attention (:func:`mtp_shape`)."""
+    """A layer that a target brings for drafting its next tokens (MTP).
+
+    ``config``: the target's, of one layer with attention (:func:`mtp_shape`).
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -59,7 +62,7 @@ class MtpHead(DraftHead):
 
 
 def mtp_config(directory: Path) -> DecoderConfig:
-    """Of a target's config.json.  UsageError for fields that do not go together."""
+    """Read the layer's configuration from a target's config.json; UsageError for fields that do not go together."""
     path = directory / "config.json"
     fields = text_config(read_json_object(path))
     check_config(fields, path)
@@ -67,7 +70,7 @@ def mtp_config(directory: Path) -> DecoderConfig:
 
 
 def mtp_shape(target: DecoderConfig) -> DecoderConfig:
-    """The configuration of a target's MTP layer."""
+    """Return the configuration of a target's MTP layer."""
     return replace(target, num_hidden_layers=1, layer_types=("full_attention",), sparse=target.sparse[:1])
 
 
@@ -80,7 +83,7 @@ def mtp_tensors(config: DecoderConfig) -> Mapping[str, torch.Size]:
 
 def load_mtp(directory: Path, embedding: Tensor | Embedding, dtype: torch.dtype,
              quantise: Callable[[nn.Module], None] = lambda module: None) -> MtpHead:
-    """Of the tensors ``mtp.*`` in ``directory``: a target's checkpoint, or what sharding makes of it.
+    """Load the tensors ``mtp.*`` in ``directory``: a target's checkpoint, or what sharding makes of it.
 
     ``embedding`` [V, H]: the target's.  Errors as for ``load_head``.
     """

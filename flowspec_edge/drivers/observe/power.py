@@ -25,12 +25,14 @@ _SETTLE_S = 1.0  # after a session until the board counts as idle: clocks fall, 
 
 
 class PowerMeter:
-    """Watts and joules of one board, by the trapezoid rule, also across failed reads. Any thread may read
-    it."""
+    """Watts and joules of one board, by the trapezoid rule, also across failed reads.
+
+    Any thread may read it.
+    """
 
     def __init__(self, rails: Sequence[Rail], board: float = 0.0,
                  clock: Callable[[], float] = time.monotonic) -> None:
-        """``board``: a number unique to the board; ``clock``: in seconds."""
+        """Take the board's rails; ``board``: a number unique to the board; ``clock``: in seconds."""
         self._rails = tuple(rails)
         self._board = board
         self._clock = clock
@@ -82,8 +84,11 @@ class PowerMeter:
 
 @contextmanager
 def board_meter(enabled: bool = True) -> Iterator[PowerMeter | None]:
-    """Yield a running meter of this process's board. None without a known sensor or a unique board number, and if not
-    ``enabled``: under emulation it would measure the emulating machine."""
+    """Yield a running meter of this process's board.
+
+    None without a known sensor or a unique board number, and if not ``enabled``: under emulation it would measure
+    the emulating machine.
+    """
     root = system_root()
     rails = total_rails(root, power_rails()) if enabled else ()
     number = board_number(root)
@@ -99,8 +104,10 @@ def board_meter(enabled: bool = True) -> Iterator[PowerMeter | None]:
 
 
 def board_number(root: Path) -> float | None:
-    """48 bits of a digest that only processes of one board share; None without a boot id. Copied SD cards
-    have the same machine id, and containers on one machine the same boot id."""
+    """48 bits of a digest that only processes of one board share; None without a boot id.
+
+    Copied SD cards have the same machine id, and containers on one machine the same boot id.
+    """
     boot = procfs.text(root / "proc/sys/kernel/random/boot_id")
     machine = procfs.text(root / "etc/machine-id")
     return float(int.from_bytes(sha256(f"{boot} {machine}".encode()).digest()[:6], "big")) if boot else None
@@ -117,17 +124,17 @@ class _Share:
 
 
 class SessionEnergy:
-    """Divides a meter's energy among sessions: work for some of them is shared equally by these, other time
-    by all that are open, and time without sessions is idle.
+    """Divides a meter's energy among sessions.
 
-    The shares add up to the energy used while any session was open. So do their times, which give the energy
+    Work for some sessions is shared equally by these, other time by all that are open, and time without sessions is
+    idle. The shares add up to the energy used while any session was open. So do their times, which give the energy
     above idle. Without a meter all results are empty; a meter that raises is not used any more, since figures
     must not end a request.
     """
 
     def __init__(self, meter: PowerMeter | None, clock: Callable[[], float] = time.monotonic,
                  settle_s: float = _SETTLE_S) -> None:
-        """``clock``: the meter's; ``settle_s``: seconds after a session that do not count as idle."""
+        """Take a meter and its clock; ``settle_s``: seconds after a session that do not count as idle."""
         self._meter = meter
         self._clock = clock
         self._settle_s = settle_s
@@ -145,7 +152,7 @@ class SessionEnergy:
         self._shares.setdefault(session, _Share(0.0 if self._updated else math.nan))
 
     def work_for(self, *sessions: int) -> None:
-        """From now on the board works for these sessions, or for none."""
+        """Count the board's work from now on for these sessions, or for none."""
         self.update()
         self._worked_for = sessions
 

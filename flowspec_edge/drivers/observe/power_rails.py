@@ -42,8 +42,10 @@ def find_rails(root: Path) -> dict[str, Rail]:
 
 
 def total_rails(root: Path, boards: Iterable[tuple[str, Sequence[str]]]) -> tuple[Rail, ...]:
-    """Return the rails whose sum is the power of the board below ``root``; () if unknown. ``boards``: (part
-    of the device tree's model, labels to sum); on other boards VDD_IN or VIN is the total."""
+    """Return the rails whose sum is the power of the board below ``root``; () if unknown.
+
+    ``boards``: (part of the device tree's model, labels to sum); on other boards VDD_IN or VIN is the total.
+    """
     rails = find_rails(root)
     model = _text(root / "sys/firmware/devicetree/base/model")
     chosen_labels = next((labels for part, labels in boards if part in model), None)

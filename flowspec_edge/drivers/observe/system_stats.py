@@ -22,7 +22,7 @@ class SystemStats:
 
     def __init__(self, root: Path = _ROOT, clock: Callable[[], float] = time.monotonic,
                  meter: PowerMeter | None = None) -> None:
-        """``root``: contains proc/ and sys/; ``clock``: seconds; ``meter``: the board's, running."""
+        """Take ``root``, which contains proc/ and sys/, a clock in seconds, and the board's running meter."""
         self._meter = meter
         number = board_number(system_root())
         self._machine = {} if number is None else {"machine": number}
@@ -40,7 +40,9 @@ class SystemStats:
 
 
 def read_system_stats(root: Path = _ROOT) -> dict[str, float]:
-    """memory_total      bytes of the board's memory
+    """Read the board's figures from /proc and /sys; those that a machine lacks are left out.
+
+    memory_total      bytes of the board's memory
     memory_available  bytes that a new process could take without swapping
     resident          bytes that this process holds in memory
     temperature_c     of the hottest thermal zone, degrees Celsius
@@ -69,7 +71,7 @@ def hottest(root: Path = _ROOT) -> float | None:
 
 
 def _cores(ranges: str) -> int | None:
-    """Number of cores in a list such as "0-3,5"."""
+    """Count the cores in a list such as "0-3,5"."""
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", ranges):
         return None
     ends = [[int(end) for end in part.split("-")] for part in ranges.split(",")]

@@ -21,7 +21,10 @@ class RequestTimeline(Observer):
     """
 
     def __init__(self, request: Request, shares_clock: bool = True) -> None:
-        """``shares_clock``: the stages share D0's clock, as on one machine and in virtual time."""
+        """Begin a request's timeline.
+
+        ``shares_clock``: the stages share D0's clock, as on one machine and in virtual time.
+        """
         self.events: list[SessionEvent | StagesLost] = []
         self.request = request
         self.shares_clock = shares_clock
@@ -55,12 +58,12 @@ class RequestTimeline(Observer):
 
 class StageClocks:
     def __init__(self, forget: float = 0.0) -> None:
-        """``forget``: seconds added to the estimate with every message, because clocks drift."""
+        """Begin an estimate; ``forget``: seconds added to it with every message, because clocks drift."""
         self._forget = forget
         self._offset: dict[int, float] = {}  # D0's clock minus the stage's, seconds
 
     def learn(self, message: Computed, at: float) -> None:
-        """A message arrived ``at`` seconds of D0's clock."""
+        """Learn from a message that arrived ``at`` seconds of D0's clock."""
         difference = at - message.sent * 1e-6
         self._offset[message.stage] = min(difference, self._offset.get(message.stage, difference) + self._forget)
 

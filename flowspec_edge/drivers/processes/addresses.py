@@ -56,7 +56,7 @@ class LocalPlan:
     """
 
     def __init__(self, stages: int, directory: Path, placement: Placement) -> None:
-        """``directory`` receives the key files."""
+        """Choose the addresses of a cluster; ``directory`` receives the key files."""
         self._open = ExitStack()
         self._placement = placement
         self._listeners = [self._listener(rank) for rank in range(1, stages + 1)]
@@ -75,8 +75,10 @@ class LocalPlan:
         self.addresses = self._ring.addresses(self._key_file(0))
 
     def configs(self, control: str, output: str, **settings: Any) -> list[WorkerConfig]:
-        """Return the stages' configurations. D0 already listens at ``control`` and ``output``; ``settings``:
-        what all stages share."""
+        """Return the stages' configurations.
+
+        D0 already listens at ``control`` and ``output``; ``settings``: what all stages share.
+        """
         ring = replace(self._ring, control=control, data=[output, *self._ring.data[1:]])
         return [ring.config(rank, listen_fd=listener.fileno(), parent=os.getpid(),
                             key_file=str(self._key_file(rank)), **settings)

@@ -11,7 +11,7 @@ from flowspec_edge.d0.config import DraftConfig
 from flowspec_edge.d0.observer import Observer
 from flowspec_edge.d0.run_events import RunEvent, StagesBack, StagesLost
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
-from flowspec_edge.drivers.processes.spec import BoardStages, ClusterBackend, ClusterSpec, Connected, Here, Processes
+from flowspec_edge.drivers.processes.spec import BoardStages, ClusterSpec, Connected, ExecutionBackend, Here, Processes
 from flowspec_edge.drivers.ring import Addresses
 from flowspec_edge.drivers.stage.sd_notify import Notifier
 from flowspec_edge.transport import keys
@@ -22,22 +22,27 @@ C = TypeVar("C")
 @overload
 def open_cluster(spec: ClusterSpec, backend: Processes = ...) -> ProcessCluster: ...
 @overload
-def open_cluster(spec: ClusterSpec, backend: ClusterBackend[C]) -> C: ...
-def open_cluster(spec: ClusterSpec, backend: Processes | ClusterBackend[C] = Here()  # noqa: B008
+def open_cluster(spec: ClusterSpec, backend: ExecutionBackend[C]) -> C: ...
+def open_cluster(spec: ClusterSpec, backend: Processes | ExecutionBackend[C] = Here()  # noqa: B008
                  ) -> ProcessCluster | C:
-    """Return a cluster, which the caller closes. Processes start with the first request, so errors of their
-    start are raised there. A virtual cluster loads the model at once and raises as ``VirtualCluster``."""
+    """Return a cluster, which the caller closes.
+
+    Processes start with the first request, so errors of their start are raised there. A virtual cluster loads the
+    model at once and raises as ``VirtualCluster``.
+    """
     if isinstance(backend, Here | Connected | BoardStages):
         return ProcessCluster(spec, backend)
     return backend.open(spec)
 
 
 class Services:
-    """``spec.BoardStages`` that are services: D0 connects to them, but neither starts nor ends them."""
+    """Stages (``spec.BoardStages``) that are services: D0 connects to them, but neither starts nor ends them."""
 
     def __init__(self, config: DraftConfig, notifier: Notifier) -> None:
-        """``notifier`` gets keep-alives from the driving thread and the names of missing stages. UsageError
-        for an invalid public key."""
+        """Read the public keys; UsageError for an invalid one.
+
+        ``notifier`` gets keep-alives from the driving thread and the names of missing stages.
+        """
         self._config = config
         self._notifier = notifier
         self._addresses = Addresses(
@@ -60,10 +65,10 @@ class Services:
         return Connected(self._addresses, self._watch, self._waiting)
 
     def refresh(self) -> None:
-        """Services need no preparation for a request."""
+        """Do nothing: services need no preparation for a request."""
 
     def disconnect(self) -> None:
-        """Services stay up."""
+        """Leave the services running."""
 
     def _watch(self) -> None:
         """Send a keep-alive. The driving thread calls this method several times a second."""

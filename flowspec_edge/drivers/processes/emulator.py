@@ -27,8 +27,10 @@ class Emulator(Protocol):
         """Return D0's transport; ``instances``: the stages' identities, V1's first."""
 
     def finish(self, job: Job, start: float) -> float:
-        """Wait until the time of D0's work since ``start`` (time.perf_counter) is over; return by how many
-        seconds it was late."""
+        """Wait until the time of D0's work since ``start`` (time.perf_counter) is over.
+
+        Return by how many seconds it was late.
+        """
 
     def slot_seconds(self, rows: int) -> float:
         """Return a segment's time in the slowest stage, with the link after it."""

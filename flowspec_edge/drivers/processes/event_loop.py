@@ -51,7 +51,7 @@ class EventLoop:
     # ---- losses --------------------------------------------------------------------------------
 
     def suspend(self, reason: str) -> None:
-        """A stage is lost: requests wait for :meth:`resume`; finished ones are answered."""
+        """Let requests wait for :meth:`resume`, since a stage is lost; finished ones are answered."""
         sessions = self.core.sessions
         self.core.feed(Lost(reason))
         self.carry_out()
@@ -60,7 +60,10 @@ class EventLoop:
             self._links.members.take_reports(session)
 
     def resume(self) -> None:
-        """The stages are back, without sessions. PeerLost if one is lost again."""
+        """Go on with the stages, which are back without sessions.
+
+        PeerLost if one is lost again.
+        """
         self._links.close_all([self.core.newest_session])
         self._links.reset()
         self.core.feed(Back())
@@ -83,7 +86,9 @@ class EventLoop:
 
     def step(self, idle_s: float) -> None:
         """Send, do the most urgent work, receive; with nothing to do, wait up to ``idle_s`` s for a message.
-        PeerLost or ProtocolError if the stages cannot continue."""
+
+        PeerLost or ProtocolError if the stages cannot continue.
+        """
         worked = self.carry_out()
         self._links.flush()  # V1 may have connected, or made room, since the core last had something to send
         received = self._links.collect(self.core.feed)
@@ -101,8 +106,10 @@ class EventLoop:
                            "was lost; start the cluster again")
 
     def carry_out(self) -> bool:
-        """Do what the core says until it waits, or has had some work done; return whether it has. Messages
-        are read before the next work, which they may make less urgent."""
+        """Do what the core says until it waits, or has had some work done; return whether it has.
+
+        Messages are read before the next work, which they may make less urgent.
+        """
         while not isinstance(action := self.core.next(), Wait):
             self._do(action)
             if isinstance(action, Compute):

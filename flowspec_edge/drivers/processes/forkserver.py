@@ -46,8 +46,10 @@ _tended_at = -_TEND_S
 
 
 def preload() -> None:
-    """Start this process' fork server unless it runs; its imports continue in the background. FlowspecError
-    if the system does not permit it."""
+    """Start this process' fork server unless it runs; its imports continue in the background.
+
+    FlowspecError if the system does not permit it.
+    """
     global _preloaded_at
     before = server_pid()
     _context.set_forkserver_preload(_PRELOAD)
@@ -67,8 +69,10 @@ def preload() -> None:
 
 
 def tend() -> None:
-    """If the fork server has ended or was stopped, start another one, so that no worker has to wait for the
-    imports later. To be called several times a second while workers run."""
+    """Start another fork server if it has ended or was stopped, so that no worker has to wait for the imports later.
+
+    To be called several times a second while workers run.
+    """
     global _tended_at
     server, now = server_pid(), time.monotonic()
     if server is None or now < _tended_at + _TEND_S:
@@ -89,8 +93,10 @@ def server_pid() -> int | None:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's letter for a process' state: STOPPED by a signal such as SIGSTOP (not by a
-    debugger), ENDED, or others."""
+    """Return the kernel's letter for a process' state: STOPPED, ENDED, or others.
+
+    STOPPED is by a signal such as SIGSTOP, not by a debugger.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:
@@ -140,7 +146,7 @@ class WorkerProcess:
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        """Wait until the process has ended; subprocess.TimeoutExpired after ``timeout`` seconds."""
         if self._code is None:
             connection.wait([self._pidfd], timeout)
         code = self.poll()
@@ -212,9 +218,12 @@ def _start(within: float, *args: object) -> tuple[ForkServerProcess, int]:
 
 
 def _has_imported(server: int) -> bool:
-    """Whether the fork server has finished its imports and reads from its socket, which accepts connections
-    before: from then on multiprocessing handles SIGCHLD. Also True for a fork server that has ended, because
-    a start then fails at once."""
+    """Return whether the fork server has finished its imports and reads from its socket.
+
+    The socket accepts connections before. Once the server reads, multiprocessing handles SIGCHLD. Also True for a
+    fork
+    server that has ended, because a start then fails at once.
+    """
     try:
         status = Path(f"/proc/{server}/status").read_text(errors="replace")
     except OSError:
@@ -245,8 +254,10 @@ def _no_main_module() -> Iterator[None]:
 
 
 def _remove_sockets() -> None:
-    """In a worker: remove the directory of the fork server's socket if the process that made it was killed,
-    and so could not remove it."""
+    """Remove the directory of the fork server's socket, in a worker.
+
+    The process that made the directory could not remove it if it was killed.
+    """
     starter = multiprocessing.parent_process()
     if starter and not starter.is_alive():
         shutil.rmtree(util.get_temp_dir(), ignore_errors=True)  # a child inherits the starter's directory

@@ -63,7 +63,9 @@ class Membership:
 
     def __init__(self, instances: Sequence[str], dead_after: float,
                  fail_on_rejoin: bool = False, digests: Sequence[str] = ()) -> None:
-        """dead_after       seconds of silence after which a stage counts as lost
+        """Expect a Hello of each stage.
+
+        dead_after       seconds of silence after which a stage counts as lost
         fail_on_rejoin   a second Hello counts as a loss, because the stage has lost its sessions
         digests          expected digests of the stages' shards, in order; empty: any
         """
@@ -75,8 +77,11 @@ class Membership:
         self._lines = LiveLines()
 
     def receive(self, sender: str, message: Hello | Heartbeat | SessionReport | Failed, now: float) -> None:
-        """Process a message that :meth:`objection` admits. PeerLost if the stage failed or, with
-        ``fail_on_rejoin``, restarted; ProtocolError if the stage is set up wrongly."""
+        """Process a message that :meth:`objection` admits.
+
+        PeerLost if the stage failed or, with ``fail_on_rejoin``, restarted; ProtocolError if the stage is set up
+        wrongly.
+        """
         member = self._members[sender]
         member.last_seen_at = now
         match message:
@@ -143,7 +148,7 @@ class Membership:
         return {member.stage for member in self._members.values() if member.state is state}
 
     def expect_all(self) -> None:
-        """After a loss, require every stage to show again that it is ready."""
+        """Require every stage to show again, after a loss, that it is ready."""
         for member in self._members.values():
             member.state = StageState.ABSENT
 

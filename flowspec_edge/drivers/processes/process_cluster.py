@@ -40,9 +40,10 @@ _DOWN = "no cluster is up: submit a request first"
 
 
 class ProcessCluster:
-    """A ``d0.request_queue.SharedCluster`` whose stages are processes. They start with the first request, or by
-    :meth:`start`, and with the next request after a loss that is final. Any thread may submit requests; one
-    thread at a time drives the event loop for all of them.
+    """A ``d0.request_queue.SharedCluster`` whose stages are processes.
+
+    They start with the first request, or by :meth:`start`, and with the next request after a loss that is final.
+    Any thread may submit requests; one thread at a time drives the event loop for all of them.
 
     running  the run of the processes; None while there is none
     """
@@ -62,8 +63,10 @@ class ProcessCluster:
         self._lost = False  # whether the last run ended by itself and no other has started yet
 
     def start(self) -> Self:
-        """Start the stages, or connect to them, unless they run, and wait until all are ready; errors as of
-        ``ProcessRun``."""
+        """Start the stages, or connect to them, unless they run, and wait until all are ready.
+
+        Errors as of ``ProcessRun``.
+        """
         with self._life:
             if self._closed:
                 raise FlowspecError(_CLOSED)
@@ -91,21 +94,25 @@ class ProcessCluster:
     # ---- requests ------------------------------------------------------------------------------
 
     def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
-        """Queue a request, from any thread, and start the processes if none run; return its handle. UsageError
-        if the strategy exists in virtual time only, and the errors of :meth:`start`; all others come through the
-        handle."""
+        """Queue a request, from any thread, and start the processes if none run; return its handle.
+
+        UsageError if the strategy exists in virtual time only, and the errors of :meth:`start`; all others come
+        through the handle.
+        """
         handle = RequestHandle(request, on_tokens)
         self._start_for(request, lambda: self.queue.put(handle))
         return handle
 
     def enqueue(self, handle: RequestHandle) -> None:
-        """Queue a request, from any thread, without starting processes. If none run, the request waits for the next
-        start. UsageError if the strategy exists in virtual time only."""
+        """Queue a request, from any thread, without starting processes.
+
+        If none run, the request waits for the next start. UsageError if the strategy exists in virtual time only.
+        """
         require_pipelines([handle.request.strategy])
         self.queue.put(handle)
 
     def probe(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
-        """As :meth:`submit`, but the request begins at once, beside the queue."""
+        """Begin a request at once, beside the queue; otherwise as :meth:`submit`."""
         handle = RequestHandle(request, on_tokens)
         self._start_for(request, lambda: self.queue.put_beside(handle))
         return handle
@@ -118,14 +125,20 @@ class ProcessCluster:
             put()
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
-        """Run one request. UsageError if it does not fit; PeerLost if a stage is lost for good, which ends
-        the processes until the next request."""
+        """Run one request.
+
+        UsageError if it does not fit; PeerLost if a stage is lost for good, which ends the processes until the next
+        request.
+        """
         return self._answer(self.submit(request, on_tokens))
 
     def generate_many(self, requests: Sequence[Request], arrivals: Sequence[float] | None = None
                       ) -> list[Result]:
-        """As ``d0.request.ClusterBackend``. A request that is due is submitted between two steps of the
-        event loop, so on an idle cluster up to 20 ms late."""
+        """Run requests that share the pipeline, as ``d0.request.ClusterBackend``.
+
+        A request that is due is submitted between two steps of the event loop, so on an idle cluster up to 20 ms
+        late.
+        """
         if not requests:
             return []
         require_pipelines(request.strategy for request in requests)

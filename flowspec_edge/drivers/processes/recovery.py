@@ -33,7 +33,9 @@ class Recovery:
 
     def __init__(self, links: StageLinks, workers: WorkerProcesses, within: float, observer: Observer,
                  why_ended: Callable[[], str | None]) -> None:
-        """within     seconds until all stages must be back; 0: every loss is final
+        """Set up the recovery of lost stages.
+
+        within     seconds until all stages must be back; 0: every loss is final
         why_ended  returns why a stage that was started elsewhere has ended for good, or None
         """
         self.status = ClusterStatus(ClusterState.RUNNING)
@@ -50,8 +52,10 @@ class Recovery:
         self._failed_start = ""  # how the last restarted process ended, if it has
 
     def begin(self, error: PeerLost) -> None:
-        """Wait for all stages from now on; also called for a second loss during recovery. Raises ``error`` if
-        no recovery is possible."""
+        """Wait for all stages from now on; also called for a second loss during recovery.
+
+        Raises ``error`` if no recovery is possible.
+        """
         now = time.monotonic()
         if self.status.state is ClusterState.RUNNING:
             self._lost_at, self._deadline = now, now + self._within
@@ -71,8 +75,10 @@ class Recovery:
             self._restart({error.stage: outage})
 
     def poll(self) -> bool:
-        """Check the stages once, briefly; return whether all are back. PeerLost, naming the missing stages,
-        at the deadline or when a stage ends repeatedly."""
+        """Check the stages once, briefly; return whether all are back.
+
+        PeerLost, naming the missing stages, at the deadline or when a stage ends repeatedly.
+        """
         members = self._links.members
         silent: list[int] = []
         broken: dict[int, str] = {}
@@ -108,8 +114,12 @@ class Recovery:
         self._observer.observe(StagesBack(now))
 
     def _note_missing(self, lost: Collection[int]) -> None:
-        """Tell the observer which stages are missing, if this has changed: stages that were lost, until their
-        heartbeat says that they are ready, and stages that have been silent since the loss."""
+        """Tell the observer which stages are missing, if this has changed.
+
+        Missing are stages that were lost, until their heartbeat says that they are ready, and stages that have been
+        silent
+        since the loss.
+        """
         now, members = time.monotonic(), self._links.members
         late = members.in_state(StageState.ABSENT) if now > self._lost_at + _LATE_S else set()
         back = members.in_state(StageState.READY)

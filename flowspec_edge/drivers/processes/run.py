@@ -116,8 +116,10 @@ class ProcessRun:
         self._undo.close()
 
     def _highest_session(self) -> int:
-        """Session numbers must exceed every number that a previous D0 used. The clock alone is not enough: it
-        may be behind after a reboot."""
+        """Session numbers must exceed every number that a previous D0 used.
+
+        The clock alone is not enough: it may be behind after a reboot.
+        """
         return max(self.members.newest, int(time.time() * 1e3))
 
     def _draft_session(self, handle: RequestHandle, session: int, before: DraftSession | None

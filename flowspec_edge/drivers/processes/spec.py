@@ -97,7 +97,7 @@ class BoardStages(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Called before every request."""
+        """Take in what has changed; called before every request."""
 
     def disconnect(self) -> None:
         """End the stages that :meth:`connect` started; idempotent."""
@@ -107,7 +107,7 @@ Processes = Here | Connected | BoardStages
 C_co = TypeVar("C_co", covariant=True)
 
 
-class ClusterBackend(Protocol[C_co]):
+class ExecutionBackend(Protocol[C_co]):
     """A backend with clusters of its own, such as ``drivers.virtual.place.Virtual``."""
 
     def open(self, spec: ClusterSpec) -> C_co:

@@ -46,7 +46,9 @@ class StageLinks:
     def __init__(self, transport: ZmqTransport, addresses: Addresses, placement: Placement, members: Membership,
                  exited: Callable[[float], str | None], on_heartbeat: Callable[[Heartbeat, float], None],
                  is_open: Callable[[int], bool], charge: Callable[[int, int], None]) -> None:
-        """exited        waits up to that many seconds for a stage to end; returns why one has, or None
+        """Set up the links without connecting them.
+
+        exited        waits up to that many seconds for a stage to end; returns why one has, or None
         on_heartbeat  gets every heartbeat and its time of arrival (time.monotonic)
         is_open       whether a session's reports are wanted
         charge        gets a session, and the bytes that D0 sent or received (over the control channel) for it
@@ -81,7 +83,9 @@ class StageLinks:
 
     def wait_for_hello(self, within: float, waiting: Callable[[list[str]], None]) -> None:
         """Wait until every stage has said Hello; PeerLost if one ends, or after ``within`` seconds.
-        ``waiting`` is called repeatedly with the missing stages: ["V1", …]."""
+
+        ``waiting`` is called repeatedly with the missing stages: ["V1", …].
+        """
         deadline = time.monotonic() + within
         while missing := self.members.missing():
             waiting(missing)
@@ -94,8 +98,10 @@ class StageLinks:
             self.collect(lambda message: None)
 
     def send(self, message: Segment | Batch | Open | Close | Prune | Cancel) -> None:
-        """Queue a segment or batch for V1 (:meth:`flush`); send anything else to all stages. PeerLost if a
-        stage is disconnected or its queue is full."""
+        """Queue a segment or batch for V1 (:meth:`flush`); send anything else to all stages.
+
+        PeerLost if a stage is disconnected or its queue is full.
+        """
         if isinstance(message, Segment | Batch):
             self._outbox.append(message)
             return
@@ -123,8 +129,10 @@ class StageLinks:
             before = self._first.bytes_out
 
     def collect(self, take: Callable[[Output | Credit | Tap | Computed], None]) -> bool:
-        """Pass all arrived messages to ``take``, which raises ProtocolError for impossible ones, or to
-        ``members``; return whether any had arrived. PeerLost if a stage failed or broke the protocol."""
+        """Pass all arrived messages to ``take``, which raises ProtocolError for impossible ones, or to ``members``.
+
+        Return whether any had arrived. PeerLost if a stage failed or broke the protocol.
+        """
         try:
             any_outputs = self._collect_outputs(take)
         except PeerFault as error:  # of VN, because the socket admits its key alone
@@ -180,7 +188,7 @@ class StageLinks:
         return any_messages
 
     def take_dropped(self) -> int:
-        """Number of messages since the last call that no stage of this cluster may have sent."""
+        """Return the number of messages since the last call that no stage of this cluster may have sent."""
         before, self._dropped = self._dropped, self._strangers + self._hub.dropped + self._output.dropped
         return self._dropped - before
 
@@ -211,8 +219,10 @@ class StageLinks:
             raise PeerLost(f"{self._first.name}: the connection to V1 broke, segments may be lost{ADVICE}")
 
     def close_all(self, sessions: Iterable[int]) -> None:
-        """After a loss: drop the queue and close ``sessions`` at the connected stages, which then no longer
-        wait for the Open of any session up to the last of these."""
+        """Drop the queue after a loss, and close ``sessions`` at the connected stages.
+
+        These stages then no longer wait for the Open of any session up to the last of ``sessions``.
+        """
         self._outbox.clear()
         for instance in self.members.instances:
             for session in sessions:
@@ -233,8 +243,10 @@ class StageLinks:
         self._transport.wait([self._output, self._hub], [], seconds)
 
     def _blame_exit(self, stage: int = 0) -> None:
-        """Raise PeerLost if a stage has ended. ``stage``: its link broke, so it may also end in a moment, or
-        be silent because it was stopped."""
+        """Raise PeerLost if a stage has ended.
+
+        ``stage``: its link broke, so it may also end in a moment, or be silent because it was stopped.
+        """
         deadline = time.monotonic() + (_EXIT_S if stage else 0.0)
         while True:
             cause = self._exited(min(_CHECK_S, max(0.0, deadline - time.monotonic())))

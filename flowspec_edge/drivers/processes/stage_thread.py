@@ -23,17 +23,21 @@ log = logging.getLogger(__name__)
 
 
 def shares_a_process(configs: Sequence[WorkerConfig]) -> bool:
-    """Whether the stage is a thread: if it is the only one, and not on a CPU, where forks share memory
-    and a process can be killed."""
+    """Return whether the stage is a thread of this process.
+
+    It is if it is the only stage, and not on a CPU, where forks share memory and a process can be killed.
+    """
     return len(configs) == 1 and configs[0].device != "cpu"
 
 
 class StageThread:
-    """A stage with the part of ``Popen``'s interface that ``subprocesses`` uses.  A thread cannot be killed:
-    ``kill`` is ``terminate``, which a stage obeys between two layers."""
+    """A stage with the part of ``Popen``'s interface that ``subprocesses`` uses.
+
+    A thread cannot be killed: ``kill`` is ``terminate``, which a stage obeys between two layers.
+    """
 
     def __init__(self, config: WorkerConfig, output: Path) -> None:
-        """``output``: the file for the error that ends the stage."""
+        """Start the stage; ``output``: the file for the error that ends it."""
         self.pid = os.getpid()
         self._stop = StopRequest()
         self._code: int | None = None

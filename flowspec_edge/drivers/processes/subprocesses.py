@@ -34,11 +34,13 @@ _UNWATCHED_S = 1.0  # after a longer time between two checks, a stopped worker m
 
 
 class WorkerProcesses:
-    """One process per stage; ``directory`` holds their configurations, keys and outputs. If this process is
-    killed, the workers remove it."""
+    """One process per stage; ``directory`` holds their configurations, keys and outputs.
+
+    If this process is killed, the workers remove it.
+    """
 
     def __init__(self, program: str = STAGE) -> None:
-        """``program``: the package that runs a stage."""
+        """Set up without processes; ``program``: the package that runs a stage."""
         self._program = program
         self._starters: list[Callable[[float], AnyWorker]] = []  # by stage; of the seconds allowed
         self._workers: list[AnyWorker] = []
@@ -47,8 +49,10 @@ class WorkerProcesses:
 
     @cached_property
     def _temporary(self) -> TemporaryDirectory[str]:
-        """Made on first use: a draft device whose stages run elsewhere needs none, and would leave it behind
-        if it was killed."""
+        """Make the temporary directory on first use.
+
+        A draft device whose stages run elsewhere needs none, and would leave it behind if it was killed.
+        """
         return TemporaryDirectory(prefix="flowspec-")
 
     @property
@@ -60,8 +64,10 @@ class WorkerProcesses:
         return [worker.pid for worker in self._workers]
 
     def start(self, configs: Sequence[WorkerConfig], wrap: Wrap | None = None) -> None:
-        """``wrap``: (stage, command) -> command at the stage's place; without it, CPU workers are forked, and
-        the only stage on a GPU is a thread of this process."""
+        """Start the stages; ``wrap``: (stage, command) -> command at the stage's place.
+
+        Without it, CPU workers are forked, and the only stage on a GPU is a thread of this process.
+        """
         for config in configs:
             file = self.directory / f"v{config.stage}.toml"
             file.write_text(config.dump(), encoding="utf-8")
@@ -78,8 +84,11 @@ class WorkerProcesses:
             self._workers.append(starter(FIRST_START_S))
 
     def restart(self, stages: Sequence[int], within: float = FIRST_START_S) -> None:
-        """Kill and restart these workers. Their listening sockets must still be open in this process.
-        FlowspecError if they do not start in ``within`` seconds."""
+        """Kill and restart these workers.
+
+        Their listening sockets must still be open in this process. FlowspecError if they do not start in ``within``
+        seconds.
+        """
         deadline = time.monotonic() + within
         for stage in stages:
             self._kill(stage)
@@ -88,12 +97,12 @@ class WorkerProcesses:
             self._stopped_at.pop(stage, None)
 
     def _thread(self, config: WorkerConfig, within: float) -> StageThread:
-        """``within`` is not used, because the start of a thread waits for nothing."""
+        """Start a thread; ``within`` is not used, because that start waits for nothing."""
         return StageThread(config, self._output(config.stage))
 
     def _spawn(self, config: WorkerConfig, file: Path, wrap: Wrap | None, within: float
                ) -> subprocess.Popen[bytes]:
-        """``within`` is not used, because the start of a program waits for nothing."""
+        """Start a program; ``within`` is not used, because that start waits for nothing."""
         command = module_command(self._program, "--config", str(file), "--remove", str(self.directory))
         with self._output(config.stage).open("wb") as output:
             return subprocess.Popen(
@@ -103,9 +112,11 @@ class WorkerProcesses:
                 start_new_session=True)  # Ctrl-C is for D0, which then ends its workers in order
 
     def ended(self) -> dict[int, str]:
-        """Return why workers have ended, by stage: "V2 was killed by SIGKILL". A worker that has been stopped
-        for two seconds is killed first, because the kernel shows that it is stopped sooner than its silence
-        shows that it is lost."""
+        """Return why workers have ended, by stage: "V2 was killed by SIGKILL".
+
+        A worker that has been stopped for two seconds is killed first, because the kernel shows that it is stopped
+        sooner than its silence shows that it is lost.
+        """
         self._end_stopped()
         codes = {stage: worker.poll() for stage, worker in enumerate(self._workers, start=1)}
         return {stage: f"V{stage} {self._cause(stage, code)}"
@@ -124,8 +135,10 @@ class WorkerProcesses:
                 self._kill(stage)
 
     def exited(self, within: float = 0.0) -> str | None:
-        """Wait up to ``within`` seconds for a worker to end, also if there is none; return the reason of the first
-        one, or None. Meanwhile another fork server is started if it has ended."""
+        """Wait up to ``within`` seconds for a worker to end, also if there is none.
+
+        Return the reason of the first one, or None. Meanwhile another fork server is started if it has ended.
+        """
         tend()
         deadline = time.monotonic() + within
         while not self.ended() and time.monotonic() < deadline:
@@ -150,7 +163,7 @@ class WorkerProcesses:
         self._temporary.cleanup()
 
     def _kill(self, stage: int) -> None:
-        """FlowspecError if the kernel cannot end the process."""
+        """Kill a stage's process; FlowspecError if the kernel cannot end it."""
         worker = self._workers[stage - 1]
         worker.kill()  # ends a stopped process, too
         try:

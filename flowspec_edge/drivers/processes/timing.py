@@ -20,7 +20,9 @@ _ROUND_TRIPS = 3  # per segment size, to measure links; the fastest counts
 
 
 class ClusterTiming:
-    """slot_s  time of a full segment in the slowest stage; 0 before :meth:`warm_up`
+    """The times of a cluster's segments.
+
+    slot_s  time of a full segment in the slowest stage; 0 before :meth:`warm_up`
     curve   learns a segment's time from its rows; None under emulation, which takes it from the profile
     sparse  whether rows choose experts, by the emulated model if there is one
     """
@@ -43,8 +45,10 @@ class ClusterTiming:
         return self.curve.seconds if self.curve else None
 
     def prompt_curve(self, most: int) -> PromptCurve | None:
-        """Return the times by which prompts are cut into segments, of at most ``most`` rows, which the stages take now;
-        None if they are not known.  What is emulated does not depend on the stages' own memory."""
+        """Return the times by which prompts are cut into segments of at most ``most`` rows; None if they are not known.
+
+        They are what the stages take now.  What is emulated does not depend on the stages' own memory.
+        """
         if self._emulator:
             return PromptCurve(self._emulator.prompt_seconds, self._emulator.most_prompt_rows)
         return self._prompts and replace(self._prompts, most=min(self._prompts.most, most))
@@ -58,12 +62,14 @@ class ClusterTiming:
         return self.slot_s * self._stages / self._pass_s[kind]
 
     def warm_up(self, run: Callable[[Request], Stats], most: int = USUAL) -> None:
-        """Measure the slot with full segments, so that all strategies use the same unit of turns. Also seed
-        the curve with the shortest and longest warm-up segments; the difference of their round trips gives a
-        row's mean time on a link.
+        """Measure the slot with full segments, so that all strategies use the same unit of turns.
+
+        Also seed the curve with the shortest and longest warm-up segments; the difference of their round trips
+        gives a row's mean time on a link.
 
         Stages that take more than the usual rows of a prompt at once, ``most``, are timed with them, once: prompts are
-        cut alike for every request from then on, so that all strategies compute a prompt with the same products."""
+        cut alike for every request from then on, so that all strategies compute a prompt with the same products.
+        """
         slot_s = run(_prefill(Params().segment, _SEGMENTS)).slot_s
         if self.curve:
             shortest, longest = min(WARM_UP_ROWS), max(WARM_UP_ROWS)

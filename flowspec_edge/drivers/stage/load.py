@@ -23,8 +23,10 @@ log = logging.getLogger(__name__)
 
 
 def load_engine(config: WorkerConfig) -> tuple[StageEngine, Hello]:
-    """Return the engine with the stage's shard and the memory of its caches, warmed up on CUDA, and the Hello
-    that describes it."""
+    """Load the stage's engine, and return it with the Hello that describes it.
+
+    The engine has the stage's shard and the memory of its caches, and is warmed up on CUDA.
+    """
     if config.threads:
         torch.set_num_threads(config.threads)
     make_current(config.device)

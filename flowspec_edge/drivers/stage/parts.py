@@ -24,7 +24,10 @@ class Charge:
 
 @dataclass(frozen=True)
 class StageParts:
-    """``charge`` None: passes take their own time, and the board's power is the stage's."""
+    """What a stage's process is made of.
+
+    ``charge`` None: passes take their own time, and the board's power is the stage's.
+    """
 
     transport: ZmqTransport
     charge: Charge | None = None

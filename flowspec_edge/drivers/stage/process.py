@@ -35,7 +35,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """``serving``: the worker's loop runs; ``arrived``: it is to end."""
+    """Whether a signal has asked the process to end; ``serving``: the worker's loop runs; ``arrived``: it is to end."""
 
     serving = arrived = False
 
@@ -58,7 +58,7 @@ class StopSignals(StopRequest):
             os._exit(0)
 
     def ignore(self) -> None:
-        """For the rest of the process, the interpreter's own end included."""
+        """Ignore signals for the rest of the process, the interpreter's own end included."""
         for number in _STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 

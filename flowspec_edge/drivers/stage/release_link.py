@@ -8,7 +8,10 @@ _MARK = "unsettled"  # as in flowspec-verify@.service
 
 
 class ReleaseLink:
-    """``config``: HOME/current/etc/FILE, as the process was started with it."""
+    """The link to the release that the process began with.
+
+    ``config``: HOME/current/etc/FILE, as the process was started with it.
+    """
 
     def __init__(self, config: Path) -> None:
         self._config = config

@@ -19,7 +19,7 @@ class Notifier:
     """Thread-safe. Never raises; sends nothing without systemd."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """``environment`` as set by systemd; {} sends nothing."""
+        """Read ``environment`` as set by systemd; with {} nothing is sent."""
         address = environment.get("NOTIFY_SOCKET", "")
         self._address = "\0" + address[1:] if address[:1] == "@" else address
         self._within_s = _watchdog_s(environment)
@@ -39,8 +39,11 @@ class Notifier:
             self._send(f"STATUS={_line(text)}")
 
     def alive(self) -> None:
-        """Call it often; it sends as often as the watchdog needs. Nothing is sent before :meth:`ready`: the
-        first WATCHDOG=1 would arm the watchdog early, and TimeoutStartSec already limits the start."""
+        """Call it often; it sends as often as the watchdog needs.
+
+        Nothing is sent before :meth:`ready`: the first WATCHDOG=1 would arm the watchdog early, and TimeoutStartSec
+        already limits the start.
+        """
         if self._ready and self._every_s and (now := time.monotonic()) >= self._alive_at:
             self._alive_at = now + self._every_s
             self._send("WATCHDOG=1")
@@ -76,7 +79,7 @@ def _watchdog_s(environment: Mapping[str, str]) -> float:
 
 
 def _watchdog(seconds: float) -> str:
-    """Sets the watchdog's timeout, and counts as a keep-alive."""
+    """Return the message that sets the watchdog's timeout; it counts as a keep-alive."""
     return f"WATCHDOG_USEC={seconds * 1e6:.0f}"
 
 

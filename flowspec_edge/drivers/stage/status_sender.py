@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class StatusSender:
-    """``due_at``: when the next heartbeat is due (time.monotonic)."""
+    """What tells D0 of a stage; ``due_at``: when the next heartbeat is due (time.monotonic)."""
 
     def __init__(self, config: WorkerConfig, control: ZmqClientLink, previous: ZmqLink,
                  following: ZmqClientLink, engine: StageEngine, counters: StageCounters, hello: Hello,
                  system_stats: SystemStats, energy: SessionEnergy) -> None:
-        """``control``: to D0; ``previous``, ``following``: from and to the devices beside this one."""
+        """Take the links ``control`` to D0, and ``previous`` and ``following``, to the devices beside this one."""
         self._config = config
         self._control = control
         self._previous = previous
@@ -68,7 +68,7 @@ class StatusSender:
         self._control.send(SessionReport(self._config.instance, self._config.stage, session, counters))
 
     def send_failure(self, reason: str) -> None:
-        """The open sessions cannot continue."""
+        """Tell D0 that the open sessions cannot continue."""
         self._control.send(Failed(self._config.instance, self._config.stage, reason))
 
 

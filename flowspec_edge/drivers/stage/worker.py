@@ -71,8 +71,10 @@ _FAILED_HANDSHAKES = 5  # in a row, until D0's key is taken for another one: a D
 
 
 class Stopped(BaseException):
-    """D0 or a signal asked the process to end. A BaseException, because code that polls between layers must
-    not handle it."""
+    """D0 or a signal asked the process to end.
+
+    A BaseException, because code that polls between layers must not handle it.
+    """
 
 
 @dataclass
@@ -101,7 +103,9 @@ class Worker:
                  notifier: Notifier | None = None, meter: PowerMeter | None = None,
                  stopping: Callable[[], bool] = lambda: False, release: ReleaseLink | None = None,
                  charge: Charge | None = None) -> None:
-        """notifier  the service manager's
+        """Set up the loop of a stage.
+
+        notifier  the service manager's
         meter     of the board's power
         stopping  whether a signal has asked the process to end
         release   as for ``process.serve``
@@ -146,8 +150,10 @@ class Worker:
     # ---- data ----------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Take what the data link has, while there is room, so that the peer's connection never stands still;
-        wait for nothing and raise nothing."""
+        """Take what the data link has, while there is room, so that the peer's connection never stands still.
+
+        Wait for nothing and raise nothing.
+        """
         link = self._links.previous
         try:
             while self._core.has_room and (message := link.receive()) is not None:
@@ -163,8 +169,11 @@ class Worker:
             self._fault = error
 
     def _step(self) -> None:
-        """Do what the core says. Results leave before anything is read, and the data link is read before a
-        pass and while there is nothing to do."""
+        """Do what the core says.
+
+        Results leave before anything is read, and the data link is read before a pass and while there is nothing to
+        do.
+        """
         try:
             if self._fault:
                 fault, self._fault = self._fault, None
@@ -227,16 +236,18 @@ class Worker:
                                              parts_of(message))
 
     def _send(self, link: ZmqClientLink, message: Outgoing) -> None:
-        """Send ``message``, without the data of ended sessions; serve control messages while the peer has no
-        room."""
+        """Send ``message``, without the data of ended sessions; serve control messages while the peer has no room."""
         while (unsent := self._core.left_of(message)) is not None and not link.send(unsent):
             self._sleep(room=link)
             self._tick()
 
     def _sleep(self, room: ZmqLink | None = None, computing_s: float = math.inf) -> None:
-        """Wait for a message, for room on ``room``, or until the next heartbeat or check is due, and read the
-        data link. ``computing_s``: seconds that an emulated segment has left; they count as computing, not as
-        waiting, and segments that come meanwhile are left where they are."""
+        """Wait for a message, for room on ``room``, or until a heartbeat or check is due; then read the data link.
+
+        ``computing_s``: seconds that an emulated segment has left. They count as computing, not as waiting, and
+        segments
+        that come meanwhile are left where they are.
+        """
         start, waits = time.monotonic(), computing_s == math.inf
         data = waits and self._core.has_room
         incoming = [self._links.control, self._links.previous] if data else [self._links.control]
@@ -294,8 +305,10 @@ class Worker:
                 self._links.control.reject(f"D0 sent a {type(message).__name__}")
 
     def _check_order(self, session: int) -> None:
-        """ProtocolError if D0 does not know how far this stage's session numbers have come: a segment that
-        overtook its Open would have been taken for a stale one. The Hello tells D0."""
+        """Raise ProtocolError if D0 does not know how far this stage's session numbers have come.
+
+        A segment that overtook its Open would have been taken for a stale one. The Hello tells D0.
+        """
         if session <= self._counters.newest:
             self._status.send_hello()
             raise ProtocolError(f"D0 opens session {session} after session {self._counters.newest}")
@@ -331,8 +344,10 @@ class Worker:
             self._abandon_sessions(reason)
 
     def _next_outage(self, lost_s: float) -> str:
-        """Why the open sessions cannot continue, if their link to the next device has been down for
-        ``lost_s`` seconds. "" if they can, or if D0 may still find out which device is to blame."""
+        """Why the open sessions cannot continue, if their link to the next device has been down for ``lost_s`` seconds.
+
+        "" if they can, or if D0 may still find out which device is to blame.
+        """
         config, link = self._config, self._links.next
         broken = link.disconnects() != self._disconnects[1]
         if broken and (not lost_s or lost_s > config.broken_after_s):
@@ -342,15 +357,17 @@ class Worker:
         return ""
 
     def _give_up(self, error: FlowspecError) -> None:
-        """The previous device broke the protocol, or a session cannot continue: abandon the sessions."""
+        """Abandon the sessions: the previous device broke the protocol, or a session cannot continue."""
         now = time.monotonic()
         if self._counters or now >= self._gave_up_at + _FAULT_S:  # a flood must fill neither log nor queue
             self._gave_up_at = now
             self._abandon_sessions(format_error(error), tell=not self._counters)
 
     def _abandon_sessions(self, reason: str, tell: bool = False) -> None:
-        """Close the open sessions but keep the stage running; tell D0, unless D0 itself was disconnected
-        since they began. ``tell``: in any case."""
+        """Close the open sessions but keep the stage running.
+
+        Tell D0, unless D0 itself was disconnected since they began. ``tell``: in any case.
+        """
         log.warning("V%d abandons its sessions: %s", self._config.stage, reason)
         for session in self._counters.sessions:
             self._energy.close(session)

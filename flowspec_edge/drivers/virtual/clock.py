@@ -12,8 +12,10 @@ SpanKind = Literal["draft", "verify", "compute"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """D0 (0) drafted or verified, or Vi (i) computed, ``rows`` rows of ``run``. ``run`` is -1 for a draft
-    pass; ``cancelled``: the work was cut short at ``end``."""
+    """D0 (0) drafted or verified, or Vi (i) computed, ``rows`` rows of ``run``.
+
+    ``run`` is -1 for a draft pass; ``cancelled``: the work was cut short at ``end``.
+    """
 
     device: int
     kind: SpanKind

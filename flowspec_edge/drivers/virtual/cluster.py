@@ -66,7 +66,9 @@ class VirtualCluster:
     def __init__(self, model: Path | Recording, stages: int, profile: Profile | Devices, dtype: str = "fp32",
                  observer: Observer | None = None, *, device: str = "cpu", learn: bool = False,
                  scheduling_policy: SchedulingPolicy = "fair", right_children: float = 1.0) -> None:
-        """model   a model's directory, or what it said, with which nothing is computed
+        """Load a model, or open a recording, for devices in virtual time.
+
+        model   a model's directory, or what it said, with which nothing is computed
         dtype, device  of D0's weights and the stages'
         learn   D0 learns segment times from the stages' reports (``slot_curve``), instead of from the profile
         scheduling_policy  how concurrent requests share the stages (``Scheduler``)
@@ -88,8 +90,10 @@ class VirtualCluster:
             self._engines_of(stages)
 
     def under(self, profile: Profile | Devices, stages: int, right_children: float = 1.0) -> VirtualCluster:
-        """Return a cluster of other devices, or another acceptance, that takes over these weights; do not use
-        this one again."""
+        """Return a cluster of other devices, or another acceptance, that takes over these weights.
+
+        Do not use this one again.
+        """
         other = copy(self)
         other.devices = profile if isinstance(profile, Devices) else Devices.from_profile(profile, stages)
         other._stages, other._right_children = stages, right_children
@@ -188,7 +192,7 @@ class VirtualCluster:
             if parallelism == "pipeline" else None)
 
     def _text(self, request: Request) -> list[int]:
-        """The prompt and plain decoding's answer, which is computed once."""
+        """Return the prompt and plain decoding's answer, which is computed once."""
         if strategy_class(request.strategy).drafter is None:
             return []  # it drafts nothing
         key = (tuple(request.prompt), request.max_new_tokens, request.sampling, request.stop_ids)
@@ -207,7 +211,7 @@ class VirtualCluster:
         return self._model.note()
 
     def close(self) -> None:
-        """A virtual cluster holds no processes or sockets."""
+        """Do nothing: a virtual cluster holds no processes or sockets."""
 
     def __enter__(self) -> Self:
         return self

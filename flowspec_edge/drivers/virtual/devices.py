@@ -59,8 +59,11 @@ class Devices:
 
     @classmethod
     def from_profile(cls, profile: Profile, stages: int) -> Devices:
-        """The devices of a testbed of several kinds; of any other profile ``stages`` equal devices that share
-        the model's layers evenly, and an equal D0. UsageError as ``Profile.check_stages``."""
+        """Return the devices of a testbed of several kinds.
+
+        Of any other profile ``stages`` equal devices that share the model's layers evenly, and an equal D0.
+        UsageError as ``Profile.check_stages``.
+        """
         profile.check_stages(stages)
         if isinstance(profile, MixedBoards):
             return cls(profile, profile.verify, tuple(map(float, profile.layers)), profile.name)
@@ -92,8 +95,10 @@ class Devices:
 
     @cached_property
     def most_prompt_rows(self) -> int:
-        """Rows of a prompt's segment at most: those for which there is memory, and times.  A curve that is flat to its
-        end says nothing of more rows."""
+        """Rows of a prompt's segment at most: those for which there is memory, and times.
+
+        A curve that is flat to its end says nothing of more rows.
+        """
         ends = [profile.stage.rows[-1] for profile in self.stages if not profile.stage.rises]
         return min(self.most_rows, max(USUAL, int(min(ends, default=MOST))))
 
@@ -106,7 +111,7 @@ class Devices:
 
     @cached_property
     def _occupied(self) -> dict[int, float]:
-        """By rows."""
+        """Seconds of a prompt of so many rows, as they have been computed."""
         return {}
 
     def link_row_seconds(self) -> float:
@@ -122,8 +127,10 @@ class Devices:
         return max(sender_times[0], receiver_times[0]), max(sender_times[1], receiver_times[1])
 
     def compute_seconds(self, parallelism: Parallelism) -> Sequence[StageSeconds]:
-        """For each stage of a pipeline, or one for a tensor-parallel group, which shares the layers evenly
-        and is as fast as its slowest device."""
+        """Return the times of each stage of a pipeline, or of one tensor-parallel group.
+
+        A group shares the layers evenly and is as fast as its slowest device.
+        """
         numbers = range(1, len(self.stages) + 1)
         if parallelism == "pipeline":
             return [partial(self.stage_seconds, stage) for stage in numbers]

@@ -26,7 +26,7 @@ class VirtualLink:
     bytes: int = 0
 
     def send(self, size: int, deliver: Callable[[], None]) -> None:
-        """``deliver`` runs when the last of ``size`` bytes has arrived."""
+        """Send ``size`` bytes; ``deliver`` runs when the last of them has arrived."""
         occupied, latency = self.seconds(size)
         self.free_at = max(self.free_at, self.clock.now) + occupied
         self.bytes += size * self.hops
@@ -34,7 +34,7 @@ class VirtualLink:
 
 
 def wire_bytes(message: Message, profile: Profile) -> int:
-    """A message's bytes on the wire with the profile's hidden width and element size."""
+    """Return a message's bytes on the wire with the profile's hidden width and element size."""
     return sum(len(frame) for frame in encode(message)) + added_bytes(message, profile)
 
 

@@ -15,8 +15,10 @@ from flowspec_edge.util.torchdevice import memory_errors
 
 
 class StageWeights:
-    """The target's weights, loaded once for all stages. A checkpoint can be split at any layer, a sharded
-    model only where it was sharded."""
+    """The target's weights, loaded once for all stages.
+
+    A checkpoint can be split at any layer, a sharded model only where it was sharded.
+    """
 
     def __init__(self, model: OpenModel, dtype: str, device: str = "cpu") -> None:
         self._model, self._dtype, self._device = model, dtype, device

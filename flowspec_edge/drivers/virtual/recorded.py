@@ -45,8 +45,10 @@ _MOST_MISSING = 0.01  # of the nodes on a text's path, without a warning
 
 
 def digest(parent: int, token: int) -> int:
-    """Return the digest of a path from that of its parent, 0 for none: 64 bits. Python's hashes of numbers are the same
-    in every process."""
+    """Return the digest of a path from that of its parent, 0 for none: 64 bits.
+
+    Python's hashes of numbers are the same in every process.
+    """
     return hash((parent, token)) & _MASK
 
 
@@ -156,7 +158,7 @@ class RecordedStage:
     wire = _WIRE
 
     def __init__(self, vocabulary: int | None, is_last: bool) -> None:
-        """``vocabulary``: of the tokens that the first stage takes; None on the others."""
+        """Set up a stage that computes nothing; ``vocabulary``: of the first stage's tokens; None on the others."""
         self.vocabulary, self.is_last = vocabulary, is_last
         self.kinds: Sequence[CacheKind] = () if vocabulary is None else (PathDigests(),)
         self.layers_of_kinds: Mapping[CacheKind, Sequence[int]] = {kind: [0] for kind in self.kinds}
@@ -361,7 +363,7 @@ class RecordedDrafter(Drafter):
 
 
 def _stand_in(node: DraftNode, expansion: Expansion) -> int:
-    """A recorded node whose children are as good as those of ``node``, which is not recorded.
+    """Return a recorded node whose children are as good as those of ``node``, which is not recorded.
 
     Nothing below a node that is not on the text can become text, whatever its children are.  But they compete with
     right ones for rows and for draft passes, as likely as the head says; without any, a strategy that drafts many
@@ -375,7 +377,10 @@ def _stand_in(node: DraftNode, expansion: Expansion) -> int:
 
 
 class RecordedSessions(DraftSessions):
-    """``requested``: the nodes whose children the drafters of all requests were asked for."""
+    """The draft sessions of a recording.
+
+    ``requested``: the nodes whose children the drafters of all requests were asked for.
+    """
 
     def __init__(self, recording: Recording) -> None:
         super().__init__(RecordedTarget(recording), _Drafts(recording), _MOST_POSITIONS)
@@ -402,7 +407,7 @@ class RecordedSessions(DraftSessions):
 
 @dataclass(frozen=True)
 class _Drafts:
-    """``draft_choice.HasDrafts``: the recorded kind stands for every kind of head."""
+    """The recorded kind of draft, which stands for every kind of head (``draft_choice.HasDrafts``)."""
 
     recording: Recording
 
@@ -411,8 +416,10 @@ class _Drafts:
 
 
 def require_drafts(strategy: type[Strategy], params: Params, recording: Recording) -> str | None:
-    """Return the kind that ``strategy`` drafts with, as ``draft_choice.draft_kind``. UsageError if the recording lacks
-    that kind's drafts."""
+    """Return the kind that ``strategy`` drafts with, as ``draft_choice.draft_kind``.
+
+    UsageError if the recording lacks that kind's drafts.
+    """
     kind = draft_kind(strategy, params, _Drafts(recording))
     if kind not in (None, NGRAM.name, recording.draft):
         raise UsageError(f"{strategy.name} drafts with {DRAFT_KINDS[kind].title} here, and {recording.display_name} "

@@ -132,7 +132,10 @@ class Recording:
         return list(dict.fromkeys(text.task for text in self.texts))
 
     def at(self, temperature: float) -> list[RecordedText]:
-        """The texts at a temperature. UsageError if there are none."""
+        """Return the texts at a temperature.
+
+        UsageError if there are none.
+        """
         texts = [text for text in self.texts if text.sampling.temperature == temperature]
         if not texts:
             have = " and ".join(f"{value:g}" for value in self.temperatures)
@@ -151,7 +154,7 @@ class Recording:
         write_output(path, self.packed())
 
     def packed(self) -> bytes:
-        """The file's bytes, which depend on the content alone."""
+        """Return the file's bytes, which depend on the content alone."""
         roots = [root for text in self.texts for root in text.roots]
         steps = _steps(np.concatenate([root.scores for root in roots]))
         tokens = np.concatenate([root.tokens for root in roots]).astype(np.int64)
@@ -183,8 +186,10 @@ class Recording:
 
 
 def load_recording(path: Path) -> Recording:
-    """Read a recording. UsageError for a file that is missing, cut short, altered, of another version, or not
-    consistent."""
+    """Read a recording.
+
+    UsageError for a file that is missing, cut short, altered, of another version, or not consistent.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             header = json.loads(archive.read(_HEADER))
@@ -276,7 +281,7 @@ def _bytes_of(array: NDArray[Any]) -> bytes:
 
 
 def _put(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
-    """With a fixed date, so that the same content makes the same file."""
+    """Write a file of the archive with a fixed date, so that the same content makes the same file."""
     archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_LZMA)
 
 

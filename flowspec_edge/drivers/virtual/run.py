@@ -63,7 +63,7 @@ class VirtualRun:
 
     def __init__(self, core: DraftCore, engines: list[StageEngine], devices: Devices,
                  parallelism: Parallelism, clock: EventClock, spans: list[Span]) -> None:
-        """``engines``: one per device, or one for a tensor-parallel group."""
+        """Set up a run; ``engines``: one per device, or one for a tensor-parallel group."""
         self._core = core
         self._learned: set[int] = set()  # sessions whose reports have bytes; those for an observer are free
         self._open: dict[int, _Traffic] = {}
@@ -97,7 +97,10 @@ class VirtualRun:
         ]
 
     def start(self, handle: RequestHandle) -> None:
-        """A request arrives now. What keeps it from running is raised."""
+        """Let a request arrive now.
+
+        What keeps it from running is raised.
+        """
         self._core.queue.put(handle)
         self._pump()
         if handle.done():
@@ -108,7 +111,7 @@ class VirtualRun:
             self._pump()
 
     def expect(self, arrivals: Sequence[tuple[float, Callable[[], None]]]) -> None:
-        """Requests arrive at these times; each callable has to :meth:`start` one."""
+        """Let requests arrive at these times; each callable has to :meth:`start` one."""
         self._expected += len(arrivals)
         for at, start in arrivals:
             self._clock.at(at, partial(self._arrive, start))
@@ -135,8 +138,10 @@ class VirtualRun:
     # ---- D0 --------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Do what the core says until it waits. What is fed meanwhile may pump, too: a request that is
-        answered may make way for another one."""
+        """Do what the core says until it waits.
+
+        What is fed meanwhile may pump, too: a request that is answered may make way for another one.
+        """
         while not isinstance(action := self._core.next(), Wait):
             match action:
                 case Send(messages):
@@ -269,7 +274,9 @@ class VirtualRun:
         self._pump()
 
     def _deliver_hint(self, index: int, message: Prune | Cancel | Close) -> None:
-        """A group ignores hints: its devices would see them between different segments, and then compute
-        different rows."""
+        """Deliver a hint to a stage, but not to a group.
+
+        The devices of a group would see the hint between different segments, and then compute different rows.
+        """
         if not self._grouped:
             self._stages[index].receive(message)

@@ -35,7 +35,9 @@ class VirtualStage:
     def __init__(self, index: int, clock: EventClock, engine: StageEngine,
                  seconds: StageSeconds, layers: float, send: Callable[[Outgoing], None],
                  spans: list[Span]) -> None:
-        """index    from 1
+        """Set up a stage that is idle.
+
+        index    from 1
         seconds  of a pass, by its rows, the rows in the cache, what experts it touched, and how many pairs of
                  rows are of one request
         layers   equal steps of that duration, between which the stage checks for cancels

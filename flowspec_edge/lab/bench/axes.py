@@ -19,7 +19,9 @@ PaperFigures = BandwidthCurves | DepthCells
 
 @dataclass(frozen=True)
 class Axis:
-    """unit       of a value
+    """What a sweep changes.
+
+    unit       of a value
     title      in headings; ``label``: below a figure
     link       the field of a profile's link that a value sets
     fields     the strategies' parameters that it sets, a pair's one each
@@ -104,14 +106,18 @@ AXES: dict[str, Axis] = {axis.name: axis for axis in (
 
 
 def axis_named(name: str) -> Axis:
-    """Return one of ``AXES``, or the axis of a strategy's parameter; of two parameters, joined by a comma, the
-    axis of their pairs.  UsageError for any other name."""
+    """Return one of ``AXES``, or the axis of a strategy's parameter.
+
+    Of two parameters, joined by a comma, the axis of their pairs. UsageError for any other name.
+    """
     return AXES[name] if name in AXES else parameter_axis(name.split(","))
 
 
 def parameter_axis(names: Sequence[str]) -> Axis:
-    """Return the axis of one parameter of a strategy, or of two.  UsageError for a name that no strategy
-    declares, and for more than two."""
+    """Return the axis of one parameter of a strategy, or of two.
+
+    UsageError for a name that no strategy declares, and for more than two.
+    """
     parameters = all_parameters()
     for name in names:
         if name not in parameters:

@@ -28,8 +28,9 @@ _VERSION = "flowspec-edge"
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A method on a task at a temperature; ``first`` and ``second`` are tokens/s of the ``prompts`` that both
-    have, ``ratio`` is the second over the first.
+    """A method on a task at a temperature.
+
+    ``first`` and ``second`` are tokens/s of the ``prompts`` that both have, ``ratio`` is the second over the first.
 
     only_first, only_second  numbers of the prompts that one file alone has a speed for
     different_answers        prompts with other texts; None if a file is too old to know
@@ -52,8 +53,12 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``files``: what each file says of itself; ``differences``: how the measurements differ beside their
-    code; ``alone``: methods, tasks and temperatures that one file alone has."""
+    """Two files of measurements beside each other.
+
+    files        what each file says of itself
+    differences  how the measurements differ beside their code
+    alone        methods, tasks and temperatures that one file alone has
+    """
 
     files: list[dict[str, Any]]
     rows: list[ComparedRow]
@@ -95,8 +100,10 @@ class _Prompts:
         self.have_digests = all(self._each.values())
 
     def numbers(self, cell: Cell, texts: bool) -> dict[object, int]:
-        """What identifies a prompt, its text or else its number → its number, of those whose answers have a
-        speed."""
+        """Return the numbers of the prompts whose answers have a speed, by what identifies a prompt.
+
+        A prompt is identified by its text, or else by its number.
+        """
         names, occurrences = self._each.get(cell[1], []) if texts else [], Counter[str]()
         keys: dict[int, object] = {}
         for at, name in enumerate(names):  # the same text twice is two prompts

@@ -13,10 +13,10 @@ from statistics import fmean, median
 
 from flowspec_edge.lab.bench.samples import Sample, is_short
 
-SPEEDUP = "speedup: the ratio to chunk_pp's tokens/s"
+SPEEDUP = "×chunk_pp: the speedup over chunk_pp, the ratio of their tokens/s"
 METHOD = ("±: standard error over the prompts (repeats of a prompt are averaged first; a ratio's by "
           "linearisation)")
-MEDIAN = ("median: over the prompts, that of a speedup over the prompts' own ratios; a few answers that are "
+MEDIAN = ("median: over the prompts, that of ×chunk_pp over the prompts' own ratios; a few answers that are "
           "drafted almost without a miss do not carry it")
 
 PromptKey = tuple[str, int]  # a task and the number of a prompt in it
@@ -24,7 +24,9 @@ PromptKey = tuple[str, int]  # a task and the number of a prompt in it
 
 @dataclass(frozen=True)
 class Estimate:
-    """error   the standard error; None for a single prompt
+    """A figure over prompts, with its uncertainty.
+
+    error   the standard error; None for a single prompt
     median  of the prompts, for a ratio of their own ratios; None for a single prompt, and for a figure that has
             no median
     """
@@ -57,8 +59,10 @@ def mean(values: Sequence[float]) -> Estimate | None:
 
 
 def average(parts: Sequence[Estimate | None]) -> Estimate | None:
-    """Return the mean of independent estimates, such as those of several tasks. A task without an estimate does not
-    count."""
+    """Return the mean of independent estimates, such as those of several tasks.
+
+    A task without an estimate does not count.
+    """
     estimates = [part for part in parts if part is not None]
     if not estimates:
         return None
@@ -87,7 +91,7 @@ def speed(samples: Sequence[Sample]) -> Estimate | None:
 
 
 def speedup(samples: Sequence[Sample], base: Sequence[Sample]) -> Estimate | None:
-    """The ratio of the means, on the same prompts; without an error to itself."""
+    """Return the ratio of the means, on the same prompts; without an error to itself."""
     rates, base_rates = speeds(samples), speeds(base)
     if rates and base_rates and samples[0].cell == base[0].cell:
         return Estimate(1.0)
@@ -95,7 +99,7 @@ def speedup(samples: Sequence[Sample], base: Sequence[Sample]) -> Estimate | Non
 
 
 def paired_ratio(pairs: Sequence[tuple[float, float]]) -> Estimate | None:
-    """The ratio of the means of pairs, one a prompt, and the median of their own ratios."""
+    """Return the ratio of the means of pairs, one a prompt, and the median of their own ratios."""
     return _with_median(ratio([a for a, _ in pairs], [b for _, b in pairs]), [a / b for a, b in pairs if b])
 
 

@@ -20,7 +20,9 @@ MARKS = ("answers ≠, tokens ≠: those that are not plain decoding's with the 
 
 @dataclass(frozen=True)
 class Exactness:
-    """different_tokens  places at which a token is not plain decoding's; None: not known, in older files
+    """How many answers and tokens are not plain decoding's.
+
+    different_tokens  places at which a token is not plain decoding's; None: not known, in older files
     near_ties         of the different answers, those that near ties explain
     """
 
@@ -45,8 +47,10 @@ class Exactness:
 
 
 def mark_of(different_answers: int | None, near_ties: int | None) -> str:
-    """Beside a figure: "≠" if an answer is wrong, "≈" if near ties alone made answers differ; "" also if
-    that is not known."""
+    """Return the mark beside a figure: "≠" if an answer is wrong, "≈" if near ties alone made answers differ.
+
+    It is "" for no difference, and also if that is not known.
+    """
     if not different_answers:
         return ""
     return "≈" if different_answers == near_ties else "≠"
@@ -61,8 +65,7 @@ def exactness(samples: Iterable[Sample]) -> Exactness:
 
 
 def types_of(settings: Mapping[str, Any]) -> str:
-    """In which types a measurement ran: of the weights, which older files do not name, and of the
-    arithmetic."""
+    """Name the types of a measurement: of the weights, which older files do not name, and of the arithmetic."""
     return types_text(str(settings.get("dtype")), settings.get("weights"))
 
 

@@ -23,7 +23,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def commit() -> str | None:
-    """The clone's commit, and whether files differ from it; None outside a clone."""
+    """Return the clone's commit, and whether files differ from it; None outside a clone."""
     if not (_SOURCE / ".git").exists():
         return None
     try:

@@ -20,7 +20,7 @@ TOLERANCE = 0.05  # of the logits' standard deviation over the text
 
 
 class NearTies:
-    """``model`` is the whole model in transformers."""
+    """Decides whether near ties explain a difference; ``model`` is the whole model in transformers."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -65,8 +65,10 @@ def _nearly_best(logits: NDArray[np.float64], position: int, candidates: list[in
 
 def _after_filters(x: NDArray[np.float64], sampling: Sampling, off: float
                    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return two masks, bool [V]: the tokens that top-k, top-p and min-p may keep, and those that they must keep, if
-    the values logits / T are off by up to ``off``."""
+    """Return the tokens that top-k, top-p and min-p may keep, and those that they must keep: bool [V] each.
+
+    The values logits / T are off by up to ``off``.
+    """
     descending = np.sort(x)[::-1]
     k = min(sampling.top_k or len(x), len(x))
     may, must = np.ones(len(x), bool), np.ones(len(x), bool)
@@ -86,6 +88,6 @@ def _after_filters(x: NDArray[np.float64], sampling: Sampling, off: float
 
 
 def _shifted(mass: NDArray[np.float64], off: float) -> NDArray[np.float64]:
-    """The mass of tokens whose logits moved by ``off`` against all others."""
+    """Return the mass of tokens whose logits moved by ``off`` against all others."""
     moved = mass * np.exp(off)
     return np.asarray(moved / (moved + np.maximum(1.0 - mass, 0.0)))

@@ -92,7 +92,7 @@ class AcceptanceLengths(StrictModel):
 
 
 class PaperResults(StrictModel):
-    """``source`` is that of ``speed`` and ``accepted``."""
+    """A paper's figures; ``source`` is that of ``speed`` and ``accepted``."""
 
     source: str
     speed: list[PaperSpeed]
@@ -103,7 +103,7 @@ class PaperResults(StrictModel):
     acceptance_length: list[AcceptanceLengths]
 
     def speeds(self, profile: str | None, stages: int, temperature: float) -> list[PaperSpeed]:
-        """The paper's figures for the testbed that ``profile`` describes; empty for any other."""
+        """Return the paper's figures for the testbed that ``profile`` describes; empty for any other."""
         return [s for s in self.speed
                 if (s.profile, STAGES, s.temperature) == (profile, stages, temperature)]
 

@@ -1,5 +1,4 @@
-"""Tables I, II and III of the FlowSpec paper from benchmark reports, in Markdown; a table of concurrent
-requests."""
+"""Tables I, II and III of the FlowSpec paper from benchmark reports, in Markdown; a table of concurrent requests."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ Cells = list[str]
 
 def paper_tables(reports: Sequence[BenchReport], only: Collection[str] | None = None,
                  published: PaperResults | None = None) -> str:
-    """``only`` these strategies; ``published``: the paper's own means, for the last columns.
+    """Write the paper's tables; ``only`` these strategies; ``published``: the paper's means, for the last columns.
 
     Reports of concurrent requests have a table of their own after the paper's.
     """

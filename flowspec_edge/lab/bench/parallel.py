@@ -44,8 +44,10 @@ class Workplace:
 
 @dataclass(frozen=True)
 class PipelineTask:
-    """Concurrent requests, to a pipeline or (``stages`` 0) to plain decoding; ``profile`` is JSON,
-    ``right_children`` as ``VirtualCluster``'s."""
+    """Concurrent requests, to a pipeline or (``stages`` 0) to plain decoding.
+
+    ``profile`` is JSON, ``right_children`` as ``VirtualCluster``'s.
+    """
 
     requests: tuple[Request, ...]
     stages: int = 0
@@ -55,11 +57,16 @@ class PipelineTask:
 
 
 class ParallelRun:
-    """Use :meth:`cluster` and :meth:`plain` in a dry run of a measurement, enter this context, and use them
-    again in the same order: the results are real now."""
+    """A measurement whose requests are computed by several processes.
+
+    Use :meth:`cluster` and :meth:`plain` in a dry run of a measurement, enter this context, and use them again in the
+    same order: the results are real now.
+    """
 
     def __init__(self, workplace: Workplace, jobs: int, dask: str | None = None) -> None:
-        """jobs  processes on this machine
+        """Check that the processes can be had.
+
+        jobs  processes on this machine
         dask  address of a Dask scheduler, whose workers are used instead; they need this package
 
         UsageError if joblib or Dask is not installed.
@@ -100,7 +107,7 @@ class ParallelRun:
         return ParallelCluster(self._take, empty)
 
     def plain(self, request: Request) -> tuple[list[int], str]:
-        """A ``PlainDecoding``."""
+        """Return a ``PlainDecoding``."""
         [result] = self._take(PipelineTask((request,)))
         return result.tokens, result.finish_reason
 
@@ -126,7 +133,7 @@ class ParallelCluster:
     clock = "virtual"
 
     def __init__(self, take: Callable[[PipelineTask], list[Result]], empty: PipelineTask) -> None:
-        """``empty``: its tasks without their requests."""
+        """Take one process' share of the tasks; ``empty``: its tasks without their requests."""
         self._take, self._empty = take, empty
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
@@ -244,7 +251,7 @@ def _import(module: str, extra: str) -> None:
 
 
 def plugins_of(names: Sequence[str]) -> tuple[str, ...]:
-    """The strategies from outside among ``names``, as "package.module:Class"."""
+    """Return the strategies from outside among ``names``, as "package.module:Class"."""
     from flowspec_edge.strategies.registry import strategy_class
 
     classes = [strategy_class(name) for name in names]

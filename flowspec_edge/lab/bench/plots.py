@@ -56,7 +56,7 @@ def check_figure(path: Path) -> None:
 
 
 def plot(reports: Sequence[BenchReport], path: Path) -> None:
-    """Plot tokens/s of every strategy, with SR above the bars.
+    """Plot tokens/s of every strategy; above its bar is the ratio to Chunk-PP's.
 
     Reports with different numbers of stages become lines over stages, one panel for each profile and
     temperature.  Otherwise each report has a panel of bars for each temperature, grouped by task; with one
@@ -121,7 +121,7 @@ def _bar_panels(report: BenchReport) -> list[BarPanel]:
 
 
 def _line_panels(reports: Sequence[BenchReport]) -> dict[str, dict[str, list[tuple[int, ReportRow]]]]:
-    """caption → strategy → [(stages, mean over tasks)]."""
+    """Return the lines of each panel: caption → strategy → [(stages, mean over tasks)]."""
     panels: dict[str, dict[str, list[tuple[int, ReportRow]]]] = {}
     for report in sorted(reports, key=lambda report: int(report.settings["stages"])):
         for row in report.means:
@@ -150,7 +150,7 @@ def _draw_bars(axis: Axes, caption: str, rows: Sequence[ReportRow], by_task: boo
                         yerr=spread if any(spread) else None)
         axis.bar_label(bars, [_label(row) for row in strategy_rows], fontsize=6, padding=1)
     axis.set_xticks(range(len(groups)), groups)
-    finish(axis, f"{caption}; above the bars: SR")
+    finish(axis, f"{caption}; above the bars: tokens/s over Chunk-PP's")
 
 
 def _label(row: ReportRow) -> str:
@@ -174,7 +174,7 @@ def _draw_lines(axis: Axes, caption: str, lines: dict[str, list[tuple[int, Repor
 
 def draw_curve(axis: Axes, method: str, points: Sequence[tuple[float, float, float | None]], label: str
                ) -> None:
-    """A measured line: x, y and standard error of each point."""
+    """Draw a measured line: x, y and standard error of each point."""
     style, (x, y, errors) = style_of(method), zip(*points, strict=True)
     axis.errorbar(x, y, [error or 0.0 for error in errors] if any(errors) else None, color=style.colour,
                   marker=style.marker, markersize=5, label=label, **ERRORS)
@@ -190,7 +190,7 @@ def ticks(axis: Axes, values: Sequence[float], label: str, log: bool = False) ->
 
 
 def finish(axis: Axes, caption: str, unit: str = "tokens/s") -> None:
-    """The look of all bars and lines; in the legend the papers' entries are last."""
+    """Give bars and lines their common look; in the legend the papers' entries are last."""
     axis.set_ylim(bottom=0)
     axis.set_ylabel(unit, fontsize=8)
     axis.set_title(caption, loc="left", fontsize=8)
@@ -218,7 +218,7 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def figure_bytes(figure: Figure, kind: str, about: str = "") -> bytes:
-    """``kind``: svg, png or pdf; ``about`` becomes the description in the file's metadata."""
+    """Render a figure as svg, png or pdf; ``about`` becomes the description in the file's metadata."""
     from matplotlib import rc_context
 
     dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
@@ -280,7 +280,7 @@ def _sweep_lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) 
 
 
 def grid_figure(sweep: Sweep) -> Figure:
-    """A heat map of the pairs for each strategy."""
+    """Return a heat map of the pairs for each strategy."""
     speeds = sweep.speeds()
     axes_of = {name: grid_axes(rows) for name, rows in speeds.items()}
     tallest = max(len(firsts) for firsts, _ in axes_of.values())

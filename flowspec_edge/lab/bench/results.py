@@ -68,7 +68,7 @@ class Results(ABC):
 
     @abstractmethod
     def point(self, value: Value | None) -> Point:
-        """The report at a value of the axis, created if necessary."""
+        """Return the report at a value of the axis, created if necessary."""
 
     @abstractmethod
     def measured_points(self) -> Sequence[Point]:
@@ -79,7 +79,7 @@ class Results(ABC):
         """Write the value as text; "" without an axis."""
 
     def different_texts(self) -> list[str]:
-        """A line for each text that is not plain decoding's."""
+        """Return a line for each text that is not plain decoding's."""
         labelled_reports = [(self.label_of(point.value), point.report) for point in self.measured_points()]
         return [f"at {label}: {difference}" if label else str(difference)
                 for label, report in labelled_reports for difference in report.differences]
@@ -112,7 +112,7 @@ class BenchReport(Results):
 
     @property
     def rows(self) -> list[ReportRow]:
-        """By temperature, task and strategy, each in the order of its first sample."""
+        """Rows by temperature, task and strategy, each in the order of its first sample."""
         return rows_of(self.samples)
 
     @property
@@ -149,7 +149,10 @@ class BenchReport(Results):
 
 @dataclass
 class Point:
-    """``measured_mbps``: of each device's link; None in virtual time or without traffic shaping."""
+    """One value of a sweep.
+
+    ``measured_mbps``: of each device's link; None in virtual time or without traffic shaping.
+    """
 
     value: Value | None
     report: BenchReport
@@ -194,7 +197,7 @@ class Sweep(Results):
         return rows
 
     def as_json(self) -> dict[str, Any]:
-        """The ``flowspec sweep … --json`` object, without values that have not been measured yet."""
+        """Return the ``flowspec sweep … --json`` object, without values that have not been measured yet."""
         return {
             "kind": "sweep", "axis": self.axis.name, "unit": self.axis.unit, "links": self.links,
             "emulated": self.emulated, "profile": self.profile, "clock": self.clock, "date": self.date,

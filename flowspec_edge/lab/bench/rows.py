@@ -111,7 +111,7 @@ class ReportRow:
 
 
 def rows_of(samples: Iterable[Sample]) -> list[ReportRow]:
-    """The rows by temperature, task and strategy, each in the order of its first sample."""
+    """Return the rows by temperature, task and strategy, each in the order of its first sample."""
     cells: dict[Cell, list[Sample]] = {}
     for sample in samples:
         cells.setdefault(sample.cell, []).append(sample)
@@ -125,7 +125,7 @@ def rows_of(samples: Iterable[Sample]) -> list[ReportRow]:
 
 
 def task_means(samples: Sequence[Sample]) -> list[ReportRow]:
-    """A row for each strategy and temperature with all tasks: means of rates and times, sums of counts."""
+    """Return a row for each strategy and temperature with all tasks: means of rates and times, sums of counts."""
     single = rows_of(samples)
     if not single:
         return []
@@ -142,7 +142,7 @@ def task_means(samples: Sequence[Sample]) -> list[ReportRow]:
 
 
 def _row(samples: Sequence[Sample], base: Sequence[Sample]) -> ReportRow:
-    """``base``: Chunk-PP's samples of the same task and temperature."""
+    """Make the row of one strategy; ``base``: Chunk-PP's samples of the same task and temperature."""
     first, repeats = samples[0], _repeats(samples)
     decoded = [s for s in samples if not is_short(s)]
     turns, rounds = sum(s.turns for s in decoded), sum(s.rounds for s in decoded)
@@ -185,7 +185,7 @@ def _over_prompts(samples: Sequence[Sample], base: Sequence[Sample]) -> dict[str
 
 
 def _apart(samples: Sequence[Sample], decoded: Sequence[Sample]) -> dict[str, Any]:
-    """The figures of texts that repeat themselves and of the others."""
+    """Return the figures of texts that repeat themselves and of the others."""
     if any(s.repeating is None for s in samples):
         return {}
     return {"repeating": sum(bool(s.repeating) for s in samples),
@@ -200,7 +200,7 @@ def _mean_of(values: Iterable[float | None]) -> float | None:
 
 
 def _mean(parts: Sequence[ReportRow], samples: Sequence[Sample], base: Sequence[Sample]) -> ReportRow:
-    """``samples``: of ``parts``; ``base``: Chunk-PP's on the same tasks."""
+    """Average rows of several tasks; ``samples``: of ``parts``; ``base``: Chunk-PP's on the same tasks."""
     averaged = ("tokens_per_second", "alt", "alr", "ttft_s", "itl_mean_s", "itl_p50_s", "itl_p95_s")
     summed = ("turns", "rounds", "tokens", "near_ties", "answers", "short", "different_answers")
     figures: dict[str, Any] = {name: _mean_of(getattr(row, name) for row in parts) for name in averaged}
@@ -270,7 +270,7 @@ def _repeats(samples: Iterable[Sample]) -> list[int]:
 
 
 def _repeat_speed(samples: Iterable[Sample], repeat: int) -> float | None:
-    """The mean over tasks of the mean over prompts."""
+    """Return the mean over tasks of the mean over prompts."""
     tasks: dict[str, list[Sample]] = {}
     for sample in samples:
         if sample.repeat == repeat:

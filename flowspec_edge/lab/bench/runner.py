@@ -1,5 +1,7 @@
-"""Runs methods × tasks × temperatures on any cluster, or on one for each value of an axis, and checks each
-token against plain decoding."""
+"""Runs methods × tasks × temperatures on a cluster, and checks each token against plain decoding.
+
+The cluster may be any one, or one for each value of an axis.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """``repeats``: each adds 1 to the seed.
+    """What a benchmark runs.
 
-    ``warmup``: uncounted requests before each strategy's first, in which a cluster loads models and fills
-    caches.
-    ``pattern``: how requests arrive that share the devices; None: one by one.
+    repeats  each adds 1 to the seed
+    warmup   uncounted requests before each strategy's first, in which a cluster loads models and fills caches
+    pattern  how requests arrive that share the devices; None: one by one
     """
 
     strategies: Sequence[str]
@@ -77,7 +79,7 @@ class BenchPlan:
         return total + sum(references.values()) + self.warmup * len(warm)
 
     def missing(self, report: BenchReport) -> list[tuple[str, float, Workload]]:
-        """The (strategy, temperature, task) that ``report`` lacks.
+        """Return the (strategy, temperature, task) that ``report`` lacks.
 
         Grouped by strategy, because a cluster may restart processes for the next one: every cache is then
         cold.
@@ -199,7 +201,7 @@ def _at(request: Request, temperature: float, repeat: int) -> Request:
 
 def _answers(cluster: ClusterBackend, plan: BenchPlan, work: Workload, requests: Sequence[Request],
              advance: Advance) -> Iterator[MeasuredAnswer]:
-    """``requests``: all repeats of a task, one strategy's."""
+    """Run ``requests``, all repeats of a task by one strategy, and yield their answers."""
     name, size = requests[0].strategy, len(work.requests)
     if plan.pattern is None:
         for member, request in enumerate(requests):
@@ -263,15 +265,19 @@ class ArrivalGroup:
 
 @dataclass(frozen=True)
 class ArrivalPattern:
-    """Groups of ``clients`` requests that arrive together, or ``rate`` requests a second (a Poisson process,
-    whatever the devices achieve)."""
+    """How requests arrive: in groups of ``clients`` together, or ``rate`` a second.
+
+    A rate is that of a Poisson process, whatever the devices achieve.
+    """
 
     clients: int | None = None
     rate: float | None = None
 
     def groups(self, requests: int, seed: int) -> list[ArrivalGroup]:
-        """The last group of clients is filled up with the first requests. ``seed`` draws the arrivals; the
-        first one is at 0."""
+        """Return the last group of clients is filled up with the first requests.
+
+        ``seed`` draws the arrivals; the first one is at 0.
+        """
         if self.rate is not None:
             gaps = random.Random(seed)
             arrivals = accumulate((gaps.expovariate(self.rate) for _ in range(1, requests)), initial=0.0)
@@ -281,13 +287,16 @@ class ArrivalPattern:
                 for first in range(0, requests, self.clients)]
 
     def at_once(self, requests: int) -> int:
-        """The most of so many requests that can be open together."""
+        """Return the most of so many requests that can be open together."""
         return self.clients or requests
 
 
 @dataclass(frozen=True)
 class MeasuredAnswer:
-    """``member``: the request's index; ``alone``, ``timing``: of a request that ran beside others."""
+    """An answer with its times.
+
+    ``member``: the request's index; ``alone``, ``timing``: of a request that ran beside others.
+    """
 
     member: int
     result: Result
@@ -297,8 +306,10 @@ class MeasuredAnswer:
 
 def run_groups(cluster: ClusterBackend, requests: Sequence[Request], pattern: ArrivalPattern,
                groups: Sequence[ArrivalGroup], advance: Callable[[str], None]) -> Iterator[MeasuredAnswer]:
-    """Run every request alone, then the groups one after the other. ``advance`` is called before each of
-    these runs, with its description."""
+    """Run every request alone, then the groups one after the other.
+
+    ``advance`` is called before each of these runs, with its description.
+    """
     alone = []
     for request in requests:
         advance("alone")

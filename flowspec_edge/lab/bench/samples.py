@@ -104,8 +104,10 @@ class ConcurrencyFigures:
 
 
 def speed(token_s: Sequence[float]) -> float | None:
-    """Tokens over the time from the request's arrival to the last of them, prefill and waiting included; None
-    without tokens."""
+    """Tokens over the time from the request's arrival to the last of them, prefill and waiting included.
+
+    None without tokens.
+    """
     return len(token_s) / token_s[-1] if token_s else None
 
 

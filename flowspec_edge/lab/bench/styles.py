@@ -9,7 +9,7 @@ from flowspec_edge.strategies.registry import STRATEGIES, title_of
 
 
 class MethodStyle(NamedTuple):
-    """``marker`` is one of matplotlib's that can be hollow."""
+    """How figures show a method; ``marker`` is one of matplotlib's that can be hollow."""
 
     label: str
     colour: str
@@ -39,6 +39,6 @@ _OTHERS = ("#0077bb", "#cc3311", "#ee7733", "#33bbee", "#882255", "#44aa99")  # 
 
 
 def style_of(name: str) -> MethodStyle:
-    """A strategy from outside gets a colour by its name."""
+    """Return a strategy from outside gets a colour by its name."""
     look = STYLES.get(name) or (_OTHERS[crc32(name.encode()) % len(_OTHERS)], "H")
     return MethodStyle(title_of(name), *look)

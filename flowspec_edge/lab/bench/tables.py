@@ -1,5 +1,7 @@
-"""Benchmarks as tables, for the terminal (rich) and in Markdown: a run's rows, requests that share the
-devices, sweeps."""
+"""Benchmarks as tables, for the terminal (rich) and in Markdown.
+
+There are tables of a run's rows, of requests that share the devices, and of sweeps.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,10 @@ Columns = dict[str, Callable[[ReportRow], str]]  # from a heading to a row's cel
 
 
 def frame(text: Sequence[str], figures: Sequence[str], title: str = "", wide: bool = False) -> Table:
-    """A table without rows: columns of text on the left, of figures on the right; ``wide``: without a space
-    between them."""
+    """Return a table without rows: columns of text on the left, of figures on the right.
+
+    ``wide``: without a space between them.
+    """
     table = Table(title=plain(title) or None, title_justify="left", box=SIMPLE_HEAD, show_edge=False,
                   padding=0 if wide else (0, 1, 0, 0), caption_justify="left")
     for name in text:
@@ -57,7 +61,7 @@ def show(console: Console, table: Table) -> None:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column on the left, the others on the right; the cells of a column have one width."""
+    """Return the first column on the left, the others on the right; the cells of a column have one width."""
     table = [[cell.replace("|", r"\|") for cell in row] for row in (header, *rows)]
     widths = [max(2, *map(len, column)) for column in zip(*table, strict=True)]
 
@@ -96,7 +100,7 @@ def timing(clock: str, profile: str | None) -> str:
 # ---- a run's rows ----------------------------------------------------------------------------------------
 
 def table(rows: Sequence[ReportRow], caption: str) -> Table:
-    """The rows in their order; speedup is over Chunk-PP.
+    """Tabulate the rows in their order.
 
     The columns of task, energy, errors, medians and loops appear if they have values; concurrent requests
     have others.  ``caption`` also says in which types all was computed.
@@ -129,7 +133,7 @@ def _columns(rows: Sequence[ReportRow]) -> tuple[Columns, list[str]]:
     columns: Columns = {"tokens/s": _figure_of("tokens_per_second")}
     if errors:
         columns |= {"±": _figure_of("tokens_per_second_se"), "median": _figure_of("tokens_per_second_median")}
-    columns["speedup"] = lambda row: number(row.speedup, unit="×")
+    columns["×chunk_pp"] = lambda row: number(row.speedup, unit="×")
     if paired:
         columns |= {"± ": _figure_of("speedup_se"),
                     "median ": lambda row: number(row.speedup_median, unit="×")}
@@ -184,7 +188,7 @@ def _alert(row: ReportRow, cell: str) -> str:
 
 
 def concurrency_markdown(report: BenchReport, only: Collection[str] | None = None) -> str:
-    """A table for each temperature; ``only`` these strategies."""
+    """Return a table for each temperature; ``only`` these strategies."""
     parts = []
     for temperature in dict.fromkeys(row.temperature for row in report.rows):
         rows = [row for row in rows_to_show(report, temperature) if not only or row.strategy in only]
@@ -213,7 +217,7 @@ def rows_to_show(report: BenchReport, temperature: float) -> list[ReportRow]:
 # ---- sweeps ----------------------------------------------------------------------------------------------
 
 def measured_as(sweep: Sweep) -> str:
-    """The clock and the links of the figures; virtual and emulated time in capitals."""
+    """Return the clock and the links of the figures; virtual and emulated time in capitals."""
     if sweep.clock == "virtual":
         return timing(sweep.clock, sweep.profile)
     links = {"virtual": "virtual links", "namespaces": "shaped links of this machine",
@@ -294,7 +298,7 @@ def published_depths(published: DepthCells) -> str:
 
 
 def best_and_worst(rows: Mapping[Value, ReportRow]) -> tuple[Value, Value] | None:
-    """None if no row has a speed."""
+    """Return the values with the most and the fewest tokens/s; None if no row has a speed."""
     by_value = {value: speed for value, row in rows.items() if (speed := row.tokens_per_second) is not None}
     if not by_value:
         return None
@@ -324,7 +328,7 @@ def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Tab
 
 
 def _grid(rows: Mapping[Value, ReportRow], names: tuple[str, str]) -> Table:
-    """A row for each first value of the pairs, a column for each second one."""
+    """Return a row for each first value of the pairs, a column for each second one."""
     firsts, seconds = grid_axes(rows)
     rendered = frame([" \\ ".join(names)], [label(second) for second in seconds])
     ends = best_and_worst(rows)
@@ -336,7 +340,7 @@ def _grid(rows: Mapping[Value, ReportRow], names: tuple[str, str]) -> Table:
 
 
 def grid_axes(rows: Mapping[Value, ReportRow]) -> tuple[list[Scalar], list[Scalar]]:
-    """The pairs' first values and their second ones, each in order."""
+    """Return the pairs' first values and their second ones, each in order."""
     pairs = [value for value in rows if isinstance(value, tuple)]
     firsts, seconds = {first for first, _ in pairs}, {second for _, second in pairs}
     return sorted(firsts), sorted(seconds)  # those of one parameter are of one type
@@ -359,7 +363,7 @@ def _speed(row: ReportRow | None) -> str:
 
 
 def _retained(speeds: Sequence[float | None]) -> str:
-    """The last value's tokens/s over the first one's."""
+    """Return the last value's tokens/s over the first one's."""
     if len(speeds) < 2 or not speeds[0] or speeds[-1] is None:
         return NO_VALUE
     return f"{speeds[-1] / speeds[0]:.1%}"

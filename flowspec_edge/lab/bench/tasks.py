@@ -24,7 +24,7 @@ class Prompt:
 
 
 def load_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """The first ``limit`` prompts (of several turns, the first); UsageError with file and line."""
+    """Return the first ``limit`` prompts (of several turns, the first); UsageError with file and line."""
     prompts: list[Prompt] = []
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         if line.strip() and (limit is None or len(prompts) < limit):
@@ -60,17 +60,17 @@ class Task:
 
     @property
     def digests(self) -> list[str]:
-        """Of each prompt's text, in order: what pairs the prompts of two files."""
+        """The digest of each prompt's text, in order, by which the prompts of two files are paired."""
         return [hashlib.sha256(prompt.text.encode()).hexdigest()[:12] for prompt in self.prompts]
 
 
 def task_name(path: Path) -> str:
-    """A file's stem; for a ``question.jsonl`` its directory's name, as in EAGLE's repository."""
+    """Return a file's stem; for a ``question.jsonl`` its directory's name, as in EAGLE's repository."""
     return (path.resolve().parent.name if path.name == "question.jsonl" else path.stem) or path.stem
 
 
 def load_tasks(paths: Sequence[Path], by_category: bool = False, limit: int | None = None) -> list[Task]:
-    """The first ``limit`` prompts of each file or category.
+    """Return the first ``limit`` prompts of each file or category.
 
     In a file with two or more of Spec-Bench's categories, the eight of MT-bench become one task ``mt_bench``,
     as in Spec-Bench.  UsageError for an unreadable file, two files with one name, and prompts without a

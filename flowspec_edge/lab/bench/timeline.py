@@ -1,6 +1,6 @@
 """A text timeline of the devices' work: a line a device, a column a fraction of a turn.
 
-    python -m flowspec_edge.lab.bench.timeline docs/reference/strategies.md
+    python -m flowspec_edge.lab.bench.timeline docs/explained/method.md
 
 updates the timelines in Markdown files from real runs.  Each line
 ``<!-- timeline NAME [option value …] -->`` is followed by a block with the output of
@@ -47,7 +47,7 @@ class Window:
 
 
 def window(first_token: float, end: float, slot: float, turns: int, skip: int = 0) -> Window:
-    """``turns`` turns, or up to the ``end`` of the text, from ``skip`` turns after the first token."""
+    """Return a window of ``turns`` turns, or up to the text's ``end``, from ``skip`` turns after the first token."""
     start = first_token + skip * slot
     if start >= end - _EPSILON:
         raise UsageError(f"the text ends {(end - first_token) / slot:.1f} turns after its first token; "
@@ -132,7 +132,7 @@ Draw = Callable[[list[str]], str]  # from the arguments of ``bench timeline`` to
 
 
 def arguments(mark: str) -> list[str]:
-    """The arguments of ``flowspec bench timeline`` for a mark's words."""
+    """Return the arguments of ``flowspec bench timeline`` for a mark's words."""
     name, *options = mark.split()
     flags = [f"--{option}" if i % 2 == 0 else option for i, option in enumerate(options)]
     return ["--strategy", name, *flags]

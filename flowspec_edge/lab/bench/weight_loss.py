@@ -46,7 +46,9 @@ class WeightLoss:
 
 def weight_losses(sharded: OpenModel, checkpoint: OpenModel, texts: Sequence[Sequence[int]],
                   device: str = "cpu", advance: Callable[[], None] = lambda: None) -> list[WeightLoss]:
-    """For quantised layers with the checkpoint's lm_head, then with the sharded model's own, if it differs.
+    """Measure what quantised layers lose with the checkpoint's lm_head, then with the sharded model's own.
+
+    The second is left out if the two lm_heads are equal.
 
     texts    token ids, at least two each
     advance  called after each stage; there are :func:`steps`

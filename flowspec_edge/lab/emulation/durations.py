@@ -24,8 +24,11 @@ _WAKES_LATE_S = 0.0003  # the rest of a wait, which polls the clock
 
 @dataclass(frozen=True)
 class Emulation:
-    """``links`` "made": the receiver delays messages by the profile's time; "real": messages are padded to
-    the profile's bytes, and the network takes its own time."""
+    """What is emulated, and how.
+
+    links  "made": the receiver delays messages by the profile's time; "real": messages are padded to the
+           profile's bytes, and the network takes its own time
+    """
 
     devices: Devices
     links: Links = "made"

@@ -53,6 +53,5 @@ class ProfileEmulator:
 
 
 def emulated(devices: Devices, links: Links = "made", network: Placement | None = None) -> Here:
-    """Return the place of processes that take the time of ``devices``; arguments as of ``Emulation`` and
-    ``Here``."""
+    """Return the place of processes that take the time of ``devices``; arguments as of ``Emulation`` and ``Here``."""
     return Here(network, ProfileEmulator(Emulation(devices, links)))

@@ -51,7 +51,7 @@ class _Channel:
         return _STAMP.pack(self._next_free_at + latency)
 
     def confirm_sent(self) -> None:
-        """The socket accepted the message of the newest trailer."""
+        """Note that the socket accepted the message of the newest trailer."""
         self._free_at = self._next_free_at
 
 
@@ -110,7 +110,10 @@ class _EmulatedHub(_Emulated, ZmqHub):
 
 
 class EmulatedTransport(ZmqTransport):
-    """``rank``: 0 is D0, i is Vi. ``instances``: the stages' identities, V1's first; only D0 needs them."""
+    """The links of one emulated device.
+
+    ``rank``: 0 is D0, i is Vi. ``instances``: the stages' identities, V1's first; only D0 needs them.
+    """
 
     link_class = _EmulatedLink
     client_class = _EmulatedClientLink

@@ -21,7 +21,7 @@ from flowspec_edge.transport.keys import KeyPair
 
 def serve(path: Path, verbose: bool = False, config_changes: Mapping[str, Any] | None = None,
           directory: Path | None = None) -> int:
-    """As ``drivers.stage.process.serve``; the emulation is described beside the configuration."""
+    """Serve as ``drivers.stage.process.serve``; the emulation is described beside the configuration."""
     return process.serve(path, verbose, config_changes, directory=directory,
                          make_parts=partial(emulated_parts, path.with_name(FILE)))
 

@@ -42,7 +42,7 @@ class NetnsTestbed:
     control_port = 7701
 
     def __init__(self, stages: int) -> None:
-        """UsageError, before anything is created, if this process lacks the rights or this machine a tool."""
+        """Raise UsageError, before anything is created, if this process lacks the rights or this machine a tool."""
         if not 1 <= stages <= _MAX_STAGES:
             raise UsageError(f"a testbed has 1 to {_MAX_STAGES} stages, not {stages}")
         check_machine()
@@ -69,12 +69,12 @@ class NetnsTestbed:
         return _INTERFACE
 
     def command(self, rank: int, command: Sequence[str]) -> list[str]:
-        """A command line that runs ``command`` on the device, in the same process (nsenter execs)."""
+        """Return a command line that runs ``command`` on the device, in the same process (nsenter execs)."""
         return self._inside(self._checked(rank), command)
 
     @contextmanager
     def entered(self, rank: int) -> Iterator[None]:
-        """Moves the calling thread, and threads started in the block, to that device.
+        """Move the calling thread, and threads started in the block, to that device.
 
         Sockets stay where they were created.  Create a ZeroMQ context and its first socket inside: its
         threads create the sockets.
@@ -125,7 +125,7 @@ class NetnsTestbed:
         self.close()
 
     def _join(self) -> None:
-        """A bridge in the last namespace, with a veth pair to each of the others."""
+        """Make a bridge in the last namespace, with a veth pair to each of the others."""
         switch = self._places
         lines = ["ip link add switch type bridge stp_state 0 forward_delay 0 mcast_snooping 0",
                  f"ip link set switch mtu {_MTU} up"]
@@ -173,7 +173,7 @@ def check_machine() -> None:
 
 
 def _start_namespace() -> subprocess.Popen[bytes]:
-    """A process in a new network namespace, which ends at the end of its stdin."""
+    """Return a process in a new network namespace, which ends at the end of its stdin."""
     holder = subprocess.Popen(
         ["unshare", "--net", "--", "sh", "-c", "echo; exec cat"], stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, env={**os.environ, "PATH": search_path()},

@@ -29,7 +29,10 @@ _RESTORABLE = {"fq", "fq_codel", "pfifo", "pfifo_fast", "noqueue"}  # with defau
 class DeviceShaping:
     def __init__(self, runner: Runner, interface: str, protected_ports: Iterable[int],
                  restore_after_s: int = 300) -> None:
-        """``restore_after_s``: the device restores itself after this time without ``apply`` or ``renew``."""
+        """Take a device's interface.
+
+        ``restore_after_s``: the device restores itself after this time without ``apply`` or ``renew``.
+        """
         self._runner = runner
         self._interface = interface
         self._ports = list(protected_ports)
@@ -90,8 +93,7 @@ class DeviceShaping:
         self._armed += 1
 
     def restore(self) -> None:
-        """Restore the queueing discipline, unless the link is another run's by now, and cancel the timer;
-        idempotent.
+        """Restore the queueing discipline, unless the link is another run's by now, and cancel the timer; idempotent.
 
         FlowspecError if the device cannot be reached, or its state differs afterwards.
         """
@@ -130,7 +132,7 @@ class DeviceShaping:
         return list(disciplines)
 
     def _restore_script(self) -> str:
-        """The restoring script; UsageError if the state cannot be restored reliably."""
+        """Return the restoring script; UsageError if the state cannot be restored reliably."""
         link_name = f"{self._runner.device_name}: {self._interface}"
         explicit = [entry for entry in self._prior
                     if entry["handle"] != "0:" and entry["kind"] not in ("ingress", "clsact")]
@@ -158,9 +160,10 @@ class DeviceShaping:
         return bool(plain.get("options") == entry.get("options"))
 
     def _arm(self, number: int) -> list[str]:
-        """A timer that does nothing if the link is another run's by then.
+        """Return a timer that does nothing if the link is another run's by then.
 
-        Without systemd it waits until the timer is a session of its own, so that it can be cancelled."""
+        Without systemd it waits until the timer is a session of its own, so that it can be cancelled.
+        """
         wait, pid_file = str(self._after_s), self._pid_file(number)
         files = f"{self._script_file} {self._run_file}"
         return [

@@ -39,7 +39,9 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Artefact:
-    """minutes       for 16 prompts of the demonstration in one process, from about 25 ms a token on a core of
+    """A table or figure of a paper.
+
+    minutes       for 16 prompts of the demonstration in one process, from about 25 ms a token on a core of
                   2 GHz
     every_method  whether it is to have all of this package's methods: notes name those that are left out
     """
@@ -54,7 +56,7 @@ class Artefact:
 
 
 def _with_look_up(measured: Measurement) -> Measurement:
-    """The same with n-grams from the text beside the head, for every method that drafts."""
+    """Return the same with n-grams from the text beside the head, for every method that drafts."""
     return replace(measured, name=f"{measured.name}-ngram", params=measured.params.changed(ngram=True))
 
 

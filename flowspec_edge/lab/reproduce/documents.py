@@ -26,7 +26,10 @@ _LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"
 
 @dataclass(frozen=True)
 class PaperDocument:
-    """``about`` is the head of every file, ``notes`` are the tables' footnotes."""
+    """A paper's tables as a document.
+
+    ``about`` is the head of every file, ``notes`` are the tables' footnotes.
+    """
 
     name: str
     title: str
@@ -44,7 +47,7 @@ def markdown(document: PaperDocument) -> str:
 
 
 def latex(document: PaperDocument) -> str:
-    """A ``table*`` for a document with the packages booktabs and adjustbox, in UTF-8."""
+    """Return a ``table*`` for a document with the packages booktabs and adjustbox, in UTF-8."""
     lines = [f"% {line}" for line in (document.title, *document.about)]
     lines += ["% needs \\usepackage{booktabs} and \\usepackage{adjustbox}", r"\begin{table*}", r"\centering",
               rf"\caption{{{_escaped(document.title)}}}",

@@ -1,5 +1,4 @@
-"""Figures of reproduced results: ours filled, the paper's hollow, a method's colour and marker everywhere
-the same."""
+"""Figures of reproduced results: ours filled, the paper's hollow, a method's colour and marker everywhere the same."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ _SOURCE_MARKERS = ("o", "s", "^")
 
 def figure_of(kind: Kind, records: Sequence[Record], results: Sequence[Measured], caption: Sequence[str]
               ) -> Figure:
-    """``caption``: lines below the figure."""
+    """Draw a figure of this kind; ``caption``: lines below it."""
     records = [r for r in records if r.figure is not None]
     if not any(r.source == MEASURED for r in records):
         figure, (axis,) = new_figure(1, _WIDTH, 1.0)
@@ -70,8 +69,10 @@ def _add_published_cells(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def _bars(records: Sequence[Record]) -> Figure:
-    """A panel for each profile, acceptance and temperature, a group of bars for each task; the paper's means
-    beside."""
+    """Return a panel for each profile, acceptance and temperature, a group of bars for each task.
+
+    The paper's means beside.
+    """
     panels = list(dict.fromkeys(r.conditions for r in records if r.source == MEASURED))
     both = len({r.looks_up for r in records}) > 1
     figure, axes = new_figure(len(panels), _WIDTH, 2.1)
@@ -123,7 +124,7 @@ def _grouped(axis: Axes, records: Sequence[Record], unit: str, title: str,
 
 
 def _wrapped(name: str, width: int) -> str:
-    """In lines of at most ``width`` letters, also after - and _."""
+    """Wrap a name in lines of at most ``width`` letters, also after - and _."""
     return "\n".join(line.replace("_ ", "_") for line in wrap(name.replace("_", "_ "), max(width, 6)))
 
 
@@ -172,8 +173,12 @@ def _lines(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def _published_lines(axis: Axes, records: Sequence[Record]) -> None:
-    """Of one model: the methods' own markers, hollow, with one entry in the legend.  Of several models, which
-    measured one method: a marker and an entry for each."""
+    """Draw published figures.
+
+    Those of one model have the methods' own markers, hollow, with one entry in the legend. Those of several models,
+    which
+    measured one method, have a marker and an entry for each.
+    """
     sources = list(dict.fromkeys(r.source for r in records))
     for source, method in dict.fromkeys((r.source, r.method) for r in records):
         style, method_records = style_of(method), [r for r in records if (r.source, r.method) == (source, method)]

@@ -87,8 +87,10 @@ _EXPLAINED: dict[Kind, str] = {
 
 
 def _counted(records: Sequence[Record], field: Literal["short", "repeating"], property_name: str) -> list[str]:
-    """Say how many answers of each task have a property. At one temperature every method gives the same answers, up to
-    near ties."""
+    """Say how many answers of each task have a property.
+
+    At one temperature every method gives the same answers, up to near ties.
+    """
     counts_by_task = {}
     for r in records:
         count = getattr(r, field)
@@ -115,7 +117,9 @@ def _describe_omissions(artefact: Artefact, results: Sequence[Measured]) -> list
 
 def _deviations(records: Sequence[Record], is_demo: bool) -> list[str]:
     """Name the figures that are more than two standard errors from the paper's, each kind with its likely reason.
-    Reasons that concern the head hold for the demonstration model."""
+
+    Reasons that concern the head hold for the demonstration model.
+    """
     deviations: dict[tuple[str, str], list[str]] = {}
     for published in (r for r in records if r.source != MEASURED and r.quantity in _BECAUSE):
         ours = [r for r in records if r.source == MEASURED and all(

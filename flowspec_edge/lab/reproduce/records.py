@@ -34,7 +34,9 @@ Quantity = Literal["tokens_per_second", "speedup", "tokens_per_second_other", "s
 
 @dataclass(frozen=True)
 class Record:
-    """source     "measured", or the model of a published figure
+    """One figure of a reproduced table, measured or published.
+
+    source     "measured", or the model of a published figure
     acceptance  "the head's", or how drafts were calibrated, of this figure or of those it stands beside
     draft      what the method drafted with (``registry.draft_label``); "" if published
     task       "mean" of all tasks
@@ -113,7 +115,7 @@ class Measured:
         return f"acceptance calibrated to the paper's ({share:g})" if fitted else f"acceptance {share:g}"
 
     def points(self) -> list[tuple[Value | None, int, BenchReport]]:
-        """(value, stages, report)"""
+        """(value, stages, report)."""
         return [(p.value, int(str(p.value)) if self.measurement.axis == "stages" else self.settings["stages"],
                  p.report) for p in self.results.measured_points()]
 
@@ -219,7 +221,7 @@ def _ratios(samples: Sequence[Sample], others: Others, stages: int) -> Estimates
 
 
 def _law(samples: Sequence[Sample], others: Others, stages: int) -> Estimates:
-    """n N / K with K counted in time, and what the law says for the counted acceptance a."""
+    """Return n N / K with K counted in time, and what the law says for the counted acceptance a."""
     if samples[0].strategy != "spd":
         return {}
 
@@ -248,7 +250,7 @@ _FIGURES: dict[Kind, Figures] = {
 
 
 def _published(kind: Kind, measured: Measured, paper: PaperResults) -> Iterator[Record]:
-    """The paper's figures for this testbed; none for other numbers of stages, and none with look-up."""
+    """Yield the paper's figures for this testbed; none for other numbers of stages, and none with look-up."""
     m, stages = measured.measurement, measured.settings.get("stages", 0)
     if measured.looks_up:
         return  # the papers look up nothing

@@ -29,7 +29,7 @@ def panels_of(kind: Kind, records: Sequence[Record]) -> list[PaperPanel]:
 
 
 def _first(records: Sequence[Record], quantity: Quantity, **fields: object) -> str:
-    """The figure of the record with these fields."""
+    """Return the figure of the record with these fields."""
     for record in records:
         if record.quantity == quantity and all(getattr(record, k) == v for k, v in fields.items()):
             if record.estimate is None:
@@ -39,7 +39,7 @@ def _first(records: Sequence[Record], quantity: Quantity, **fields: object) -> s
 
 
 def _beside(published: Sequence[Record], measured: Sequence[Record]) -> str:
-    """The published figure, followed in brackets by the ratio ours / published."""
+    """Return the published figure, followed in brackets by the ratio ours / published."""
     if not published or published[0].figure is None:
         return NO_VALUE
     figure = measured[0].figure if measured else None
@@ -125,7 +125,7 @@ def _draft(measured: Sequence[Record], method: object) -> str:
 
 
 def _whole(records: Sequence[Record]) -> object:
-    """The mean of all tasks, or the only task."""
+    """Return the mean of all tasks, or the only task."""
     tasks = _distinct(records, "task")
     return MEAN if MEAN in tasks else tasks[0]
 

@@ -32,8 +32,12 @@ from flowspec_edge.util.weight_file import Embedding, as_embedding, tokens_devic
 
 
 class SpdDrafter(Drafter):
-    """``embedding`` [V, H] is the target's; its rows have the module's dtype and device.  A row's feature
-    uses its deepest state so far and the one at half that depth; late or lost taps only worsen the drafts."""
+    """A session's drafter by SPD's module.
+
+    ``embedding`` [V, H] is the target's; its rows have the module's dtype and device.
+    A row's feature uses its deepest state so far and the one at half that depth; late or lost taps only worsen the
+    drafts.
+    """
 
     taps: tuple[int, ...] = ()  # none are required; the strategy requests what it can use
 
@@ -57,7 +61,7 @@ class SpdDrafter(Drafter):
         self._nodes: dict[int, SpdRow] = {}
 
     def rewind(self, tokens: int, sampling: Sampling, rank: Rank, tau: float) -> bool:
-        """Always False: rows that still improve are keyed by the numbers of their session."""
+        """Return False: rows that still improve are keyed by the numbers of their session."""
         return False
 
     def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
@@ -133,7 +137,7 @@ class SpdDrafter(Drafter):
         self._rows.mark_computed(stale)
 
     def _speculate(self, queries: Sequence[SpdRow]) -> Tensor:
-        """The module's outputs [n, H] for ``queries`` as the newest rows."""
+        """Return the module's outputs [n, H] for ``queries`` as the newest rows."""
         cached = [self._cache.read(layer, self._rows.slots).transpose(1, 2)[:, None]
                   for layer in range(len(self._module.layers))]
         context = [(keys, values) for keys, values in cached]

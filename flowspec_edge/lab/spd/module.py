@@ -38,7 +38,10 @@ KeyValues = tuple[Tensor, Tensor]  # of one layer, keys rotated: 2 x [B, kv_head
 
 
 class SpdModule(nn.Module):
-    """``config``: the target's, but ``num_hidden_layers`` is the module's, ``target_layers`` the target's."""
+    """SPD's draft module.
+
+    ``config``: the target's, but ``num_hidden_layers`` is the module's, ``target_layers`` the target's.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -54,7 +57,7 @@ class SpdModule(nn.Module):
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def feature(self, embedding: Tensor, middle: Tensor, deepest: Tensor) -> Tensor:
-        """g (eq. 1) of rows that have passed l > 0 layers, from H^0, H^(l//2) and H^l, each [..., H]."""
+        """Compute g (eq. 1) of rows that have passed l > 0 layers, from H^0, H^(l//2) and H^l, each [..., H]."""
         out: Tensor = self.fuse(torch.cat((embedding, middle, deepest), dim=-1))
         return out
 
@@ -79,7 +82,7 @@ class SpdModule(nn.Module):
 
     def forward(self, features: Tensor, positions: Tensor, context: Sequence[KeyValues], mask: Tensor
                 ) -> Tensor:
-        """The layers over the newest rows; ``lm_head`` turns the result into logits.
+        """Return the layers over the newest rows; ``lm_head`` turns the result into logits.
 
         features   [B, n, H]         g^0 of the queries
         positions  [B, n]            int64
@@ -117,7 +120,7 @@ def load_module(directory: Path, dtype: torch.dtype) -> SpdModule:
 
 
 def module_config(directory: Path) -> LlamaConfig:
-    """UsageError or FlowspecError if config.json is missing or unusable."""
+    """Read a module's configuration; UsageError or FlowspecError if config.json is missing or unusable."""
     raw = checkpoint.read_config(directory, _TITLE)
     for key in _COUNTS:
         if not isinstance(raw.get(key), int):
@@ -253,7 +256,7 @@ class RowStore:
                 self._states.pop(row.number, None)
 
     def visible(self, queries: Sequence[SpdRow]) -> NDArray[np.bool_]:
-        """[queries, slots]: the text and the guesses above each query, without itself."""
+        """Return what each query sees, [queries, slots]: the text and the guesses above it, without itself."""
         mask = np.tile(self._holds_text[: self.slots], (len(queries), 1))
         for i, query in enumerate(queries):
             for row in self._guesses_above(query):

@@ -76,7 +76,7 @@ class SPD(LayeredStrategy):
 
     @classmethod
     def drafts_with(cls, params: Parameters) -> str | None:
-        """Always its own module: no other draft model reads the pipeline's states."""
+        """Return its own module: no other draft model reads the pipeline's states."""
         return cls.drafter
 
     @property

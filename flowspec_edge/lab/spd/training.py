@@ -81,7 +81,7 @@ def depths(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def visibility(rows: int, stages: int, fill: Tensor) -> Tensor:
-    """The attention mask (appendix A.2, A.3): bool [B, 1, rows, (stages + 1) * rows].
+    """Return the attention mask (appendix A.2, A.3): bool [B, 1, rows, (stages + 1) * rows].
 
     ``fill`` [B] is the number of trailing positions in the pipeline, 1 … stages (full).  Query t sees
     position T <= t in block k = t - T if that is less than the fill, else in block ``stages``.  The order of
@@ -96,7 +96,7 @@ def visibility(rows: int, stages: int, fill: Tensor) -> Tensor:
 
 
 def speculate(module: SpdModule, states: Sequence[Tensor], levels: Sequence[int], fill: Tensor) -> Tensor:
-    """The module's outputs with every position of the texts as the newest one: [B, N, H].
+    """Return the module's outputs with every position of the texts as the newest one: [B, N, H].
 
     states  [B, N, H] each: H^0 … H^L of the target, the last after the final norm, in the target's dtype
     levels  the layers passed at depth 1, 2, … n, from ``depths``
@@ -115,7 +115,7 @@ def speculate(module: SpdModule, states: Sequence[Tensor], levels: Sequence[int]
 
 
 def new_module(target: Any, layers: int) -> SpdModule:
-    """Takes the shape, lm_head and final norm of ``target``."""
+    """Make a module with the shape, lm_head and final norm of ``target``."""
     shape = {**layer_shape(target.config), **layer_heads(target.config)}
     config = LlamaConfig(**shape, num_hidden_layers=layers, tie_word_embeddings=False)
     config.target_layers = target.config.num_hidden_layers
@@ -178,7 +178,7 @@ def simulated_fill(texts: int, stages: int, full: float, generator: torch.Genera
 @torch.no_grad()
 def agreement(module: SpdModule, target: Any, held_out: Tensor, greedy: bool = False, limit: int = 48,
               prompt: int = 64, length: int = 192) -> dict[int, float]:
-    """The share of argmaxes equal to the target's, by number of stages; windows as in ``heads.agreement``."""
+    """Return the share of argmaxes equal to the target's, by number of stages; windows as in ``heads.agreement``."""
     starts = np.linspace(0, len(held_out) - length - 1, limit).astype(int)
     rows = torch.stack([held_out[s : s + length] for s in starts]).long().to(target.device)
     if greedy:

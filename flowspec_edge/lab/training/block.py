@@ -32,9 +32,13 @@ from flowspec_edge.model.families import QWEN3
 
 @dataclass(frozen=True)
 class BlockRecipe(HeadRecipe):
-    """``depth``: slots of a block, each of which ranks the tokens after it; ``chains``: blocks a window.
+    """How a block drafter's head is trained.
 
-    layers  of the head; states: of the target that it reads; rank: of the Markov head, 0 without one
+    depth   slots of a block, each of which ranks the tokens after it
+    chains  blocks a window
+    layers  of the head
+    states  of the target that it reads
+    rank    of the Markov head, 0 without one
     """
 
     depth: int = 16
@@ -46,8 +50,11 @@ class BlockRecipe(HeadRecipe):
 
 
 def new_block_head(target: Any, recipe: BlockRecipe, mask_token: int) -> BlockHead:
-    """Make an untrained head of the target's shape. It has the target's embedding, which is frozen, ranks by the
-    target's lm_head, and begins with the target's final norm."""
+    """Make an untrained head of the target's shape.
+
+    It has the target's embedding, which is frozen, ranks by the target's lm_head, and begins with the target's
+    final norm.
+    """
     config, layers = target.config, target.config.num_hidden_layers
     shape = layer_shape(config)
     layer = layer_config({
@@ -66,7 +73,7 @@ def new_block_head(target: Any, recipe: BlockRecipe, mask_token: int) -> BlockHe
 
 
 def rarest_token(tokens: Tensor, vocabulary: int) -> int:
-    """The mask token: the last of those that the text has least often."""
+    """Return the mask token: the last of those that the text has least often."""
     counts = torch.bincount(tokens.long(), minlength=vocabulary)
     return int(vocabulary - 1 - counts.flip(0).argmin())
 
@@ -84,7 +91,7 @@ class Block(Student):
         return Reading(states.float(), out.last_hidden_state)
 
     def hidden(self, states: Tensor, rows: Tensor, anchors: Tensor) -> Tensor:
-        """The slots' outputs [B, A, slots, H] of blocks whose roots are the tokens anchors + 1."""
+        """Return the slots' outputs [B, A, slots, H] of blocks whose roots are the tokens anchors + 1."""
         head, slots = self.head, self.head.config.block_size
         batch, count = len(rows), len(anchors)
         text = torch.arange(states.shape[1], device=rows.device)
@@ -107,7 +114,7 @@ class Block(Student):
         return self.head.after(before, hidden, self.target_logits(hidden))
 
     def _positions(self, anchors: Tensor) -> Tensor:
-        """[A, slots]: where the tokens stand after which slots rank."""
+        """Return where the tokens stand after which slots rank: [A, slots]."""
         return anchors[:, None] + 1 + torch.arange(self.head.config.block_size, device=anchors.device)
 
     def step_loss(self, fade: float, rows: Tensor, reading: Reading, noise: Tensor, anchors: Tensor,

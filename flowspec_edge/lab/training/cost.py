@@ -68,9 +68,9 @@ class _Step:
 
 
 def training_cost(config: Any, kind: str, recipe: HeadRecipe, free: int) -> TrainingCost:
-    """Of a head for a target with this configuration (transformers'), with ``free`` bytes of memory.
+    """Measure what the training of a head costs for a target with this configuration (transformers').
 
-    Takes some seconds to a minute.
+    ``free``: bytes of memory. It takes some seconds to a minute.
     """
     dev = device()
     real = _Step(config, recipe.tokens_per_step // recipe.window, "the step itself")
@@ -167,7 +167,7 @@ def _timed(step: _Step, kind: str, recipe: HeadRecipe, dev: torch.device) -> flo
 
 
 def _student(config: Any, kind: str, recipe: HeadRecipe, dev: torch.device) -> UnrolledStudent:
-    """An untrained head and a target with random weights."""
+    """Return an untrained head and a target with random weights."""
     dtype = torch.bfloat16 if dev.type == "cuda" else torch.float32
     with dev:
         target = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)

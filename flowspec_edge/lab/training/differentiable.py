@@ -24,8 +24,10 @@ from flowspec_edge.stage.families.rotary import Rotary
 
 class KeyValueCache(Protocol):
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Take a layer's keys and values of some rows; return those of the mask's columns: [B, kv_heads, m,
-        head_dim]."""
+        """Take a layer's keys and values of some rows.
+
+        Return those of the mask's columns: [B, kv_heads, m, head_dim].
+        """
 
 
 class ContextCache:
@@ -60,7 +62,7 @@ class Attention:
 
     def __call__(self, attention: Any, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: KeyValueCache,
                  layer: int = 0) -> Tensor:
-        """x [B, n, width] to [B, n, H]; the mask is bool, [B or 1, 1, n, m]."""
+        """Map x [B, n, width] to [B, n, H]; the mask is bool, [B or 1, 1, n, m]."""
         queries = self._turned(attention, "q", x, angles)
         keys, values = cache.update(*self.keys_values(attention, x, angles), layer)
         groups = queries.shape[1] // keys.shape[1]
@@ -99,7 +101,11 @@ class Eagle2Pass:
 
     def __call__(self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: KeyValueCache
                  ) -> Tensor:
-        """states [B, n, H], tokens and positions [B, n], mask bool [B or 1, 1, n, m] over the cache's rows."""
+        """Run the head's layers over states [B, n, H].
+
+        tokens, positions  [B, n]
+        mask               bool [B or 1, 1, n, m] over the cache's rows
+        """
         layer: Any = self._head.layer
         x = self._head.fc(torch.cat((self._head.embed_tokens(tokens), states), dim=-1))
         x = x + self._attention(layer.self_attn, x, self._attention.angles(positions, x), mask, cache)
@@ -134,7 +140,7 @@ class Eagle3Pass:
         return norm(head.norm, out) if head.config.norm_output else out
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """Of a head with an lm_head of its own."""
+        """Compute the logits of a head with an lm_head of its own."""
         head = self._head
         logits: Tensor = head.lm_head(outputs if head.config.norm_output else norm(head.norm, outputs))
         return logits
@@ -147,15 +153,24 @@ class BlockPass:
         self._head, self._attention = head, Attention(head.config, head.norm.weight.device)
 
     def keys_values(self, states: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """states [B, n, captured * H], positions [B, n]; layer by layer [B, kv_heads, n, head_dim] each."""
+        """Yield each layer's keys and values, [B, kv_heads, n, head_dim] each.
+
+        states     [B, n, captured * H]
+        positions  [B, n]
+        """
         rows = norm(self._head.hidden_norm, self._head.fc(states))
         angles = self._attention.angles(positions, rows)
         for layer in self._head.layers:
             yield self._attention.keys_values(layer.self_attn, rows, angles)
 
     def __call__(self, embedded: Tensor, positions: Tensor, masks: Sequence[Tensor], cache: KeyValueCache) -> Tensor:
-        """embedded [B, m, H], positions [B, m], masks bool [B or 1, 1, m, columns] each; convolutions are over one
-        block a text."""
+        """Run the head's layers over embedded slots [B, m, H].
+
+        positions  [B, m]
+        masks      bool [B or 1, 1, m, columns] each
+
+        Convolutions are over one block a text.
+        """
         x, angles = embedded, self._attention.angles(positions, embedded)
         for index, (layer, mask) in enumerate(zip(self._head.layers, masks, strict=True)):
             x = self._layer(cast(DecoderLayer, layer), x, angles, mask, cache, index)

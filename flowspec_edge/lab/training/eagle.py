@@ -36,7 +36,7 @@ class EagleRecipe(HeadRecipe):
 
 
 def new_head(target: Any) -> EagleHead:
-    """An untrained head with the target's shape and (frozen) embedding, and its biases on q, k and v."""
+    """Return an untrained head with the target's shape and (frozen) embedding, and its biases on q, k and v."""
     biased = (any(name.endswith("self_attn.q_proj.bias") for name, _ in target.model.layers.named_parameters())
               and not getattr(target.config, "attention_bias", False))
     config = head_layer(target.config, QWEN2 if biased else LLAMA)
@@ -46,7 +46,10 @@ def new_head(target: Any) -> EagleHead:
 
 
 class Eagle2(UnrolledStudent):
-    """``ranked``: ids of the tokens that the cross-entropy is over; by default the whole vocabulary."""
+    """The training of an EAGLE-1/2 head.
+
+    ``ranked``: ids of the tokens that the cross-entropy is over; by default the whole vocabulary.
+    """
 
     name = EAGLE2.name
     states_are_features = True
@@ -135,14 +138,16 @@ class Eagle3Recipe(HeadRecipe):
 
 
 def draft_vocabulary(tokens: Tensor, vocabulary: int, size: int) -> Tensor:
-    """The ``size`` most frequent token ids, ascending, ties broken by the id: int64 [size]."""
+    """Return the ``size`` most frequent token ids, ascending, ties broken by the id: int64 [size]."""
     counts = torch.bincount(tokens.long(), minlength=vocabulary)
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def new_head3(target: Any, drafted: Tensor) -> Eagle3Head:
-    """Return an untrained head that drafts the tokens ``drafted`` (ascending ids). Its final norm and its lm_head begin
-    as the target's."""
+    """Return an untrained head that drafts the tokens ``drafted`` (ascending ids).
+
+    Its final norm and its lm_head begin as the target's.
+    """
     config = head_layer(target.config)
     head = Eagle3Head(Eagle3Config(**vars(config), target_hidden_size=config.hidden_size,
                                    draft_vocab_size=len(drafted))).requires_grad_(True)
@@ -176,7 +181,7 @@ class Eagle3(UnrolledStudent):
         return self._pass.fuse(states)
 
     def targets(self, features: Tensor) -> tuple[Tensor, ...]:
-        """(the target's distribution over the draft vocabulary, rows whose best token is in it)."""
+        """Return the target's distribution over the draft vocabulary, and the rows whose best token is in it."""
         logits = self.target_logits(features)
         return logits[..., self._ids].softmax(-1), self._drafted[logits.argmax(-1)]
 

@@ -143,11 +143,13 @@ class Student(ABC):
 
     @abstractmethod
     def drafts(self, states: Tensor, rows: Tensor, anchors: Tensor, depth: int) -> Iterator[Tensor]:
-        """The head's best tokens [B, A] at depth 1 … ``depth`` below token anchors[a] + 1 of ``rows``, along
-        the text."""
+        """Yield the head's best tokens [B, A] at depth 1 … ``depth``, along the text.
+
+        They follow token anchors[a] + 1 of ``rows``.
+        """
 
     def target_logits(self, features: Tensor) -> Tensor:
-        """The target's lm_head: [..., H] to float32 logits [..., V]."""
+        """Return the target's lm_head: [..., H] to float32 logits [..., V]."""
         lm_head = self.target.lm_head
         logits: Tensor = lm_head(features.to(lm_head.weight.dtype)).float()
         return logits
@@ -187,11 +189,11 @@ class UnrolledStudent(Student):
 
     @abstractmethod
     def loss(self, out: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
-        """The mean loss of outputs [B, m, H] against the same rows of ``targets``."""
+        """Return the mean loss of outputs [B, m, H] against the same rows of ``targets``."""
 
     @abstractmethod
     def best(self, out: Tensor) -> Tensor:
-        """The head's best token for each output [..., H], as the target's id."""
+        """Return the head's best token for each output [..., H], as the target's id."""
 
 
 _START_ROWS = 8  # rows for each unknown of a head's first weights
@@ -400,7 +402,7 @@ def visibility(rows: int, anchors: Tensor, depth: int) -> Tensor:
 
 
 def unroll(head: Head, hidden: Tensor, tokens: Tensor, anchors: Tensor, depth: int) -> Iterator[Tensor]:
-    """The head's outputs along a text: at depth 1 for every row, deeper for the anchors' chains.
+    """Yield the head's outputs along a text: at depth 1 for every row, deeper for the anchors' chains.
 
     hidden   [B, n, H]  inputs of the text's rows: EAGLE-2's features f_0 … f_{n-1}, or EAGLE-3's fused
                         states h_0 … h_{n-1}

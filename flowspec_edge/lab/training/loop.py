@@ -1,5 +1,6 @@
-"""The training loop of all models: progress, checkpoints, resuming; Muon for matrices, AdamW for the rest,
-with one learning-rate schedule.
+"""The training loop of all models: progress, checkpoints, resuming.
+
+Muon for matrices, AdamW for the rest, with one learning-rate schedule.
 
 A resumed run sees the same batches as an undisturbed one, and ends with the same weights.
 
@@ -175,7 +176,7 @@ def train(run: Run) -> None:
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that change: frozen ones, such as a target's embedding, are read from the target."""
+    """Return the parameters that change: frozen ones, such as a target's embedding, are read from the target."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()
             if parameter.requires_grad}
 
@@ -242,7 +243,7 @@ def windows(tokens: Tensor, length: int, step: int, batch: int, seed: int) -> Te
 
 
 def backpropagate(loss: Callable[..., Tensor], dev: torch.device, size: int, *tensors: Tensor) -> float:
-    """The mean of ``loss`` over equally long ``tensors``, at most ``size`` rows at a time; adds gradients."""
+    """Return the mean of ``loss`` over equally long ``tensors``, at most ``size`` rows at a time; adds gradients."""
     value, total = 0.0, len(tensors[0])
     for parts in zip(*(t.split(max(1, size)) for t in tensors), strict=True):
         with torch.autocast(dev.type, torch.bfloat16, enabled=dev.type == "cuda"):

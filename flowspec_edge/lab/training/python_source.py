@@ -97,7 +97,9 @@ def is_held_out(group: str) -> bool:
 
 @dataclass(frozen=True)
 class TokenizedCorpus:
-    """train, held_out  uint16 vectors (uint32 for vocabularies above 65536), end-of-text after each file
+    """The text to train and to evaluate with, as tokens.
+
+    train, held_out  uint16 vectors (uint32 for vocabularies above 65536), end-of-text after each file
     held_out_bytes   UTF-8 bytes of the held-out text, without end-of-text marks
     """
 
@@ -118,7 +120,7 @@ class TokenizedCorpus:
 
 def prepare_for(work: Path, tokenizer: Tokenizer, eos: int, seed: int, limit: int | None = None
                 ) -> TokenizedCorpus:
-    """The text in a model's tokens; UsageError if ``work`` holds another model's."""
+    """Return the text in a model's tokens; UsageError if ``work`` holds another model's."""
     corpus = prepare(work, seed, limit, lambda texts: (tokenizer, eos))
     if _vocabulary(corpus.tokenizer) != _vocabulary(tokenizer):
         raise UsageError(f"{work} holds text in the tokens of another model; give another --work")

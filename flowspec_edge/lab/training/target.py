@@ -28,7 +28,7 @@ _SHAPE = ("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermedia
 
 
 def check_target(model: OpenModel) -> int:
-    """The end-of-text id; UsageError without one, and if the model is sharded or cannot run on stages."""
+    """Return the end-of-text id; UsageError without one, and if the model is sharded or cannot run on stages."""
     if model.sharded:
         raise UsageError(f"{model.display_path} is cut into shards, and training needs the whole model: "
                          "give the checkpoint that it was made from")
@@ -39,7 +39,7 @@ def check_target(model: OpenModel) -> int:
 
 
 def load_target(model: OpenModel) -> Any:
-    """A frozen causal LM: float32 on a CPU, where that is the fastest dtype; on a GPU as stored."""
+    """Return a frozen causal LM: float32 on a CPU, where that is the fastest dtype; on a GPU as stored."""
     dev = device()
     if not model.read_by_transformers:
         return load_reference_model(model, "bf16" if dev.type == "cuda" else "fp32", dev)
@@ -79,13 +79,15 @@ def check_tokens(model: OpenModel, *texts: Tensor) -> None:
 
 
 def fingerprint(model: OpenModel) -> str:
-    """A digest of the output matrix, which differs between a model and its fine-tunes."""
+    """Return a digest of the output matrix, which differs between a model and its fine-tunes."""
     return digest({"lm_head": load_lm_head(model, "fp32")})
 
 
 def layer_shape(config: Any) -> dict[str, Any]:
-    """Return the fields of a target's configuration that a draft layer takes over; rows turn as in the target's layers
-    that see all of them."""
+    """Return the fields of a target's configuration that a draft layer takes over.
+
+    Rows turn as in the target's layers that see all of them.
+    """
     fields, rope = config.to_dict(), config.rope_parameters
     shape = {key: fields[key] for key in _SHAPE if fields.get(key) is not None}
     by_type = [rope[kind] for kind in ("full_attention", *(getattr(config, "layer_types", None) or ())) if kind in rope]
@@ -93,6 +95,9 @@ def layer_shape(config: Any) -> dict[str, Any]:
 
 
 def head_layer(config: Any, family: Family = LLAMA) -> DecoderConfig:
-    """A Llama layer of the target's shape, without Qwen3's norms on queries and keys; ``family``: ``llama_layer``'s."""
+    """Return a Llama layer of the target's shape, without Qwen3's norms on queries and keys.
+
+    ``family``: ``llama_layer``'s.
+    """
     shape = {**layer_shape(config), **layer_heads(config)}
     return llama_layer({"num_hidden_layers": 1, "tie_word_embeddings": False, **shape}, "the target", family)

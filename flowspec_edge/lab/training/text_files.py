@@ -1,5 +1,6 @@
-"""A training's files: text from the user's, plain or JSON lines in the usual formats, and output
-directories, in which a part gets its final name only when it is complete.
+"""A training's files: the user's text, and output directories.
+
+Text is plain, or JSON lines in the usual formats.  A part of the output gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _KEYS = 'none of the keys "text", "prompt" and "messages"'
 
 @dataclass(frozen=True)
 class Document:
-    """``templated``: a chat template has already added the special tokens."""
+    """A text of the corpus; ``templated``: a chat template has already added the special tokens."""
 
     text: str
     templated: bool = False
@@ -266,7 +267,7 @@ def claim(console: Console, out: Path, work: Path | None) -> Path | None:
 
 
 def claim_part(path: Path) -> None:
-    """UsageError, before hours of work, if ``make_part`` cannot write ``path``."""
+    """Raise UsageError, before hours of work, if ``make_part`` cannot write ``path``."""
     check_outside(path, "--out")
     if path.name in ("", ".."):
         raise UsageError(f"{path} is no name for a new directory; give another one")
@@ -286,7 +287,10 @@ def claim_work(path: Path) -> None:
 
 
 def make_part(console: Console, path: Path, part: Callable[[Path], None]) -> None:
-    """``part`` writes into a temporary directory, which is renamed to ``path``; keeps a finished one."""
+    """Make a part of the output, unless a finished one is there.
+
+    ``part`` writes into a temporary directory, which is renamed to ``path``.
+    """
     if is_finished(path):
         console.print(f"{path} is finished already; going on", markup=False)
         return

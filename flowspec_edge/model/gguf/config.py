@@ -56,7 +56,7 @@ class Fields:
 
 
 def family_in(fields: Fields) -> Family:
-    """UsageError for an architecture that stages cannot run."""
+    """Return the file's family; UsageError for an architecture that stages cannot run."""
     sparse = bool(fields.number("expert_count", 0))
     for family in FAMILIES.values():
         if family.gguf and family.gguf.architecture == fields.architecture and family.sparse == sparse:
@@ -149,8 +149,10 @@ def _rope_scaling(fields: Fields, factors: NDArray[np.float32] | None, config: M
 
 
 def _llama3(fields: Fields, factors: NDArray[np.float32], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Find the factor of which Llama 3.1's rule makes these ``factors``; its other constants are the same in all
-    published models."""
+    """Find the factor of which Llama 3.1's rule makes these ``factors``.
+
+    Its other constants are the same in all published models.
+    """
     scaling = {"rope_type": "llama3", "factor": float(str(np.float32(factors.max()))), **_LLAMA3}
     expected = llama3_factors(config["rope_theta"], config["head_dim"], scaling)
     if len(factors) != len(expected) or not np.allclose(factors, expected, rtol=1e-4):

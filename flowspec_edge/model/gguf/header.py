@@ -30,7 +30,9 @@ _KEY_BYTES = 65_535  # of a key or a tensor's name, as the format allows
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """shape  rows first, as PyTorch has them; the file states them the other way round
+    """A tensor in a GGUF file.
+
+    shape  rows first, as PyTorch has them; the file states them the other way round
     at     its first byte in the file
     """
 
@@ -50,7 +52,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """``fields``: numbers, strings, lists of strings and arrays of numbers, by key."""
+    """The header of a GGUF file; ``fields``: numbers, strings, lists of strings and arrays of numbers, by key."""
 
     path: Path
     size: int
@@ -59,8 +61,11 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read a file's header.  FlowspecError in one line for a file that is cut short, damaged or of another format,
-    for types of blocks that are unknown, and for tensors beyond the file's end."""
+    """Read a file's header.
+
+    FlowspecError in one line for a file that is cut short, damaged or of another format, for types of blocks that
+    are unknown, and for tensors beyond the file's end.
+    """
     types = _block_types()
     try:
         with path.open("rb") as file:

@@ -46,8 +46,10 @@ class TensorLocation:
 
 
 def tensor_locations(tensors: Iterable[GgufTensor], config: dict[str, Any]) -> Iterator[TensorLocation]:
-    """Name each tensor as the checkpoints of ``config``'s family do. A tensor without a place in such a model keeps its
-    own name, by which loaders refuse it."""
+    """Name each tensor as the checkpoints of ``config``'s family do.
+
+    A tensor without a place in such a model keeps its own name, by which loaders refuse it.
+    """
     family = FAMILIES[config["model_type"]]
     stored = family.gguf
     assert stored is not None

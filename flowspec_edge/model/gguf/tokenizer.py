@@ -82,8 +82,10 @@ def tokenizer_of(fields: Fields) -> Tokenizer:
 
 
 def _spelled(fields: Fields) -> list[str]:
-    """Return the tokens, with spaces spelled as texts are before they are cut: llama.cpp's converter writes runs of
-    spaces (Gemma's tokens 138 to 167) as they are decoded."""
+    """Return the tokens, with spaces spelled as texts are before they are cut.
+
+    llama.cpp's converter writes runs of spaces (Gemma's tokens 138 to 167) as they are decoded.
+    """
     tokens = _tokens(fields)
     if fields.text("tokenizer.ggml.model") != "llama" or _is_prefixed(fields):
         return tokens

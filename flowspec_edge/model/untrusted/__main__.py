@@ -1,5 +1,9 @@
-"""The program of :mod:`flowspec_edge.model.untrusted.processes`: does jobs from its standard input, a socket,
-until that closes. Imports neither torch nor transformers: it starts in a tenth of a second."""
+"""The program of :mod:`flowspec_edge.model.untrusted.processes`.
+
+It does jobs from its standard input, a socket, until that closes. It imports neither torch nor transformers: it
+starts
+in a tenth of a second.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,15 @@ Job = Callable[[dict[str, Any]], str]  # raises any exception if it fails
 
 
 def _grammar_job() -> Job:
-    """``lark``, ``gbnf``, ``limits`` and ``forced``: compile a grammar, and compute its first mask. ``gbnf``:
-    whether it is in llama.cpp's syntax; then it is converted, which is the result. ``forced``: the most bytes
-    that it may begin with without a choice.
+    """Make the job that compiles a grammar and computes its first mask, or that reads a JSON schema.
+
+    ``lark``, ``gbnf``, ``limits`` and ``forced``: a grammar.  ``gbnf``: whether it is in llama.cpp's syntax; then
+    it is
+    converted, which is the result. ``forced``: the most bytes that it may begin with without a choice.
 
     ``schema`` and ``limits``: the result is JSON, of :func:`enforceable`, or null if the schema can be
-    enforced as it is."""
+    enforced as it is.
+    """
     import llguidance
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -58,15 +65,17 @@ def _grammar_job() -> Job:
 
 
 def _template_job() -> Job:
-    """``template`` and ``context``: render a chat template, as transformers does in
-    ``render_jinja_template``."""
+    """Make the job that renders a chat template, as transformers does in ``render_jinja_template``.
+
+    ``template`` and ``context``: what it renders, and with what.
+    """
     from datetime import datetime
 
     import jinja2.ext
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """``{% generation %}`` marks an assistant's text, for training; here it is text like any other."""
+        """The tag ``{% generation %}``, which marks an assistant's text for training; here it is plain text."""
 
         tags = {"generation"}  # noqa: RUF012
 

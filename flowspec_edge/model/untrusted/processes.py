@@ -80,8 +80,11 @@ def cancelled_by(event: threading.Event) -> Iterator[None]:
 
 
 class LimitedProcesses:
-    """Up to ``count`` processes that do jobs of one ``kind`` of ``__main__.JOBS``. Thread-safe. The processes
-    start when they are needed, and end with this object, or with the process that it is in."""
+    """Up to ``count`` processes that do jobs of one ``kind`` of ``__main__.JOBS``.
+
+    Thread-safe. The processes start when they are needed, and end with this object, or with the process that it is
+    in.
+    """
 
     def __init__(self, kind: str, limits: Limits, count: int = 2) -> None:
         self.limits = limits
@@ -98,8 +101,10 @@ class LimitedProcesses:
                 self._idle.append(self._started())
 
     def run(self, job: dict[str, Any]) -> str:
-        """Return a job's result. UsageError if the job fails, LimitExceeded if it needs too much,
-        JobCancelled, or ProcessesUnavailable."""
+        """Return a job's result.
+
+        UsageError if the job fails, LimitExceeded if it needs too much, JobCancelled, or ProcessesUnavailable.
+        """
         data = json.dumps(job, default=str).encode()
         with self._slots:
             deadline = time.monotonic() + self.limits.wall_s
@@ -117,7 +122,7 @@ class LimitedProcesses:
         self._end()
 
     def _reply(self, data: bytes, deadline: float) -> dict[str, Any] | None:
-        """None: the process had ended before."""
+        """Give the process a job and return its reply; None: the process had ended before."""
         process = self._take()
         reusable = False
         try:
@@ -195,7 +200,7 @@ class _Process:
         return self._process.poll() is None
 
     def exit_code(self) -> int:
-        """Of a process that has closed its socket."""
+        """Return the exit code of a process that has closed its socket."""
         try:
             return int(self._process.wait(_END_S))
         except subprocess.TimeoutExpired:
@@ -252,8 +257,10 @@ class TemplateRenderer(LimitedProcesses):
     def render(self, template: str, special_tokens: Mapping[str, Any], messages: Sequence[Mapping[str, Any]],
                tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = False,
                values: Mapping[str, Any] | None = None) -> str:
-        """``special_tokens``: a tokenizer's ``special_tokens_map``; ``values``: further variables. UsageError
-        if the template fails, rejects the chat, or needs too much for it."""
+        """Render a chat template; UsageError if it fails, rejects the chat, or needs too much for it.
+
+        ``special_tokens``: a tokenizer's ``special_tokens_map``; ``values``: further variables.
+        """
         context = {"documents": None, **(values or {}), **special_tokens, "messages": messages,
                    "tools": tools or None,
                    "add_generation_prompt": add_generation_prompt}

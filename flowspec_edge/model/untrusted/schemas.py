@@ -22,8 +22,10 @@ _UNTRIED = {"title", "description", "default", "examples", "example", "deprecate
 
 
 def enforceable(schema: dict[str, Any], fails: Fails) -> tuple[dict[str, Any], list[Problem]]:
-    """Return ``schema`` without what cannot be enforced, and what that was, the innermost first. What remains
-    allows all that the schema allows; it may fail as a whole all the same."""
+    """Return ``schema`` without what cannot be enforced, and what that was, the innermost first.
+
+    What remains allows all that the schema allows; it may fail as a whole all the same.
+    """
     trial = _Trial(schema, fails)
     remaining = trial.checked(schema, "")
     if fails(remaining):
@@ -41,8 +43,10 @@ class _Trial:
         self._failures: dict[str, str] = {}  # most keywords are like many others
 
     def checked(self, node: Any, at: str, contradictions: bool = False) -> Any:
-        """``node`` without what cannot be enforced; ``at``: where it is. ``contradictions``: look also for
-        keywords that exclude each other."""
+        """Return ``node`` without what cannot be enforced; ``at``: where it is.
+
+        ``contradictions``: look also for keywords that exclude each other.
+        """
         if isinstance(node, bool):
             return node
         if not isinstance(node, dict):
@@ -65,7 +69,7 @@ class _Trial:
         return remaining
 
     def _nested(self, keyword: str, value: Any, at: str, contradictions: bool) -> Any:
-        """A keyword's value with its schemas checked; of patterns only those that can be enforced."""
+        """Return a keyword's value with its schemas checked; of patterns only those that can be enforced."""
         if keyword in _NAMED and isinstance(value, dict):
             checked = {name: self.checked(part, _join(at, name), contradictions)
                        for name, part in value.items()}
@@ -105,7 +109,7 @@ class _Trial:
 
 
 def _alone(node: dict[str, Any]) -> dict[str, Any]:
-    """A node with nothing in its schemas, and without references."""
+    """Return a node with nothing in its schemas, and without references."""
     return {keyword: _emptied(keyword, value) for keyword, value in node.items() if keyword != "$ref"}
 
 

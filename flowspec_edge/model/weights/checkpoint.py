@@ -1,5 +1,7 @@
-"""The weights of a model directory by tensor name, in the files that ``located`` names; stacked experts one
-by one (``stacked``)."""
+"""The weights of a model directory by tensor name, in the files that ``located`` names.
+
+Stacked experts one by one (``stacked``).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ _SAMPLE = 1024  # elements at each end of a tensor that enter the digest
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """``read`` reads it: a head in 16 bits never has to be in memory as a whole."""
+    """A tensor in a file, which ``read`` reads: a head in 16 bits never has to be in memory as a whole."""
 
     shape: torch.Size
     read: Callable[[], Tensor]
@@ -43,7 +45,7 @@ class Checkpoint:
     """UsageError if the directory holds no weights; FlowspecError for a damaged file or tensor."""
 
     def __init__(self, directory: Path | str, files: WeightFiles | None = None) -> None:
-        """``files`` opens the files: by default, without a comparison of their sha256."""
+        """Open a checkpoint; ``files`` opens its files: by default, without a comparison of their sha256."""
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise UsageError(f"no model at {self.directory}: not a directory")
@@ -84,11 +86,11 @@ class Checkpoint:
                 if name in names and self._files[name] == file.path]
 
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The named tensors as stored."""
+        """Return the named tensors as stored."""
         return {name: self.file_of(name).read(name) for name in names}
 
     def stored(self, names: Iterable[str]) -> dict[str, TensorInfo]:
-        """Reads only the files' headers."""
+        """Return the tensors' dtypes and shapes; reads only the files' headers."""
         return {name: self.file_of(name).info(name) for name in names}
 
     def lazy(self, names: Iterable[str]) -> dict[str, StoredTensor]:
@@ -121,7 +123,7 @@ class Checkpoint:
         return _digest({name: _ends(self._store(name), name) for name in stored})
 
     def file_of(self, name: str) -> WeightFile:
-        """FlowspecError if there is no such tensor, or its file cannot be read."""
+        """Return a tensor's file; FlowspecError if there is no such tensor, or its file cannot be read."""
         self.path_of(name)
         return self._stacked.get(name) or self._store(name)
 
@@ -131,7 +133,7 @@ class Checkpoint:
         return file
 
     def path_of(self, name: str) -> Path:
-        """FlowspecError if there is no such tensor."""
+        """Return the path of a tensor's file; FlowspecError if there is no such tensor."""
         if name not in self._files:
             raise missing_tensor(self.directory, name)
         return self._files[name]
@@ -202,14 +204,14 @@ def missing_tensor(directory: Path, name: str) -> FlowspecError:
 
 
 def check_shape(directory: Path, name: str, stored: torch.Size, shape: torch.Size) -> None:
-    """FlowspecError unless ``stored`` is the ``shape`` that the model's configuration requires."""
+    """Raise FlowspecError unless ``stored`` is the ``shape`` that the model's configuration requires."""
     if stored != shape:
         raise FlowspecError(f"{display_path(directory)}: tensor {name} has shape {list(stored)}, "
                             f"config.json asks for {list(shape)}")
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """A fingerprint of stored tensors: sha256 over names, dtypes, shapes and both ends of each.
+    """Return a fingerprint of stored tensors: sha256 over names, dtypes, shapes and both ends of each.
 
     It distinguishes models, layers and fine-tunes, but does not prove that a file is intact.
     """

@@ -29,12 +29,12 @@ class WeightFiles:
     """Opens each file once."""
 
     def __init__(self, sha256: Mapping[Path, str] | None = None) -> None:
-        """``sha256``: of the files that have to be compared."""
+        """Set up without open files; ``sha256``: of the files that have to be compared."""
         self._digests = sha256 or {}
         self._open: dict[Path, WeightFile | None] = {}
 
     def open(self, path: Path) -> WeightFile:
-        """FlowspecError for a missing or damaged file, and for PyTorch's format from before version 1.6."""
+        """Open a file; FlowspecError if it is missing, damaged, or of PyTorch's format from before version 1.6."""
         if (file := self._open.get(path)) is None:
             self._open[path] = None  # begun, should it fail
             self._open[path] = file = _open(path, path in self._digests)
@@ -43,7 +43,9 @@ class WeightFiles:
     @contextmanager
     def compared(self) -> Iterator[None]:
         """Compare the files' sha256 after the block, all of them, whether the block has read them or not.
-        FlowspecError that names one that was altered, also instead of an error that follows from it."""
+
+        FlowspecError that names one that was altered, also instead of an error that follows from it.
+        """
         self._compare(path for path in self._digests if path.suffix != SAFETENSORS)
         try:
             yield
@@ -94,8 +96,10 @@ class _PickledFile(WeightFile):
 
 
 def _by_name(content: object) -> dict[str, Tensor] | None:
-    """The tensors by name in what a file holds: at the top, or nested as training frameworks store them, with
-    other things beside them; None if there are none."""
+    """Return the tensors by name in what a file holds; None if there are none.
+
+    They are at the top, or nested as training frameworks store them, with other things beside them.
+    """
     if not isinstance(content, Mapping):
         return None
     if all(isinstance(value, Tensor) for value in content.values()):

@@ -30,7 +30,7 @@ class GgufFile(WeightFile):
     """
 
     def __init__(self, table: Path) -> None:
-        """FlowspecError for a table that cannot be read, and for a file that was altered since it was written."""
+        """Read a GGUF file's table; FlowspecError if it cannot be read, or the file was altered since."""
         self.path = table
         table_fields = read_json_object(table)
         try:

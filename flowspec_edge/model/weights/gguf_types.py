@@ -21,7 +21,7 @@ class BlockType:
 
 
 def library() -> Any:
-    """The package gguf, which knows the types of blocks; UsageError if it is missing."""
+    """Return the package gguf, which knows the types of blocks; UsageError if it is missing."""
     try:
         return import_module("gguf")
     except ImportError as error:

@@ -36,7 +36,9 @@ _MOST_LISTED = 3
 
 @dataclass(frozen=True)
 class LocatedWeights:
-    """source   the weight file, or the index
+    """The files that hold a checkpoint's weights.
+
+    source   the weight file, or the index
     files    that are read, each once
     indexed  the file of each tensor by the index; None: the file itself knows its tensors
     """
@@ -51,8 +53,10 @@ def altered(path: Path) -> FlowspecError:
 
 
 def locate(directory: Path) -> LocatedWeights | None:
-    """Return None if ``directory`` holds no weights.  FlowspecError for an index that cannot be used, or that
-    names a missing file."""
+    """Return None if ``directory`` holds no weights.
+
+    FlowspecError for an index that cannot be used, or that names a missing file.
+    """
     for name in WEIGHTS:
         path = directory / name
         if path.is_file():
@@ -124,8 +128,10 @@ def _warn(message: str) -> None:
 
 
 def stored_names(directory: Path) -> frozenset[str]:
-    """Return the names of the tensors in ``directory``, from an index or from headers. The set is empty if there are no
-    weights, or if they cannot be read. For a PyTorch file it has further strings."""
+    """Return the names of the tensors in ``directory``, from an index or from headers.
+
+    The set is empty if there are no weights, or if they cannot be read. For a PyTorch file it has further strings.
+    """
     try:
         location = locate(directory)
         if location is None:

@@ -36,7 +36,7 @@ _BIAS = 127
 
 
 def stacks(names: Iterable[str]) -> dict[str, list[str]]:
-    """The stacked tensors among ``names`` by the prefix of their layer's experts."""
+    """Return the stacked tensors among ``names`` by the prefix of their layer's experts."""
     by_prefix: dict[str, list[str]] = {}
     for name in names:
         if match := _STACKED.fullmatch(name):
@@ -48,8 +48,10 @@ class StackedExperts(WeightFile):
     """The experts of one layer, read one at a time: some tens of MB are in memory."""
 
     def __init__(self, prefix: str, names: Iterable[str], file_of: Callable[[str], WeightFile]) -> None:
-        """``names``: of the layer's stacked tensors.  FlowspecError if one is missing or has an impossible
-        shape."""
+        """Take the layer's stacked tensors by their ``names``.
+
+        FlowspecError if one is missing or has an impossible shape.
+        """
         self._file_of = file_of
         self._names = set(names)
         self._last_slab: tuple[str, int, Tensor] | None = None
@@ -79,7 +81,7 @@ class StackedExperts(WeightFile):
         return self._file_of(min(self._names)).path
 
     def sources(self, name: str) -> list[str]:
-        """The stacked tensors that hold a tensor."""
+        """Return the stacked tensors that hold a tensor."""
         stack = self._sources[name][0]
         parts = ("_bias",) if name.endswith(".bias") else ("", "_blocks", "_scales")
         candidates = [stack + part for part in parts]
@@ -97,7 +99,7 @@ class StackedExperts(WeightFile):
         return from_mxfp4(blocks, scales)
 
     def _slab(self, name: str, expert: int) -> Tensor:
-        """The tensor's part of one expert; the last large one stays in memory for its other rows."""
+        """Return the tensor's part of one expert; the last large one stays in memory for its other rows."""
         if self._last_slab is None or self._last_slab[:2] != (name, expert):
             slab = self._file_of(name).read(name, expert, expert + 1)[0]
             if name.endswith(("_bias", "_scales")):
@@ -106,7 +108,7 @@ class StackedExperts(WeightFile):
         return self._last_slab[2]
 
     def _shape(self, name: str) -> tuple[int, int, int, torch.dtype]:
-        """Of a stack: experts, rows and columns of each, dtype."""
+        """Return a stack's experts, rows and columns of each, and dtype."""
         if name in self._names:
             info = self._info(name)
             if len(info.shape) != 3:

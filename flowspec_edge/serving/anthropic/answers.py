@@ -48,7 +48,7 @@ class MessageAnswer(Answer):
     def choice(self, index: int, pieces: Sequence[AnswerPiece], finish: Finish | None,
                logprobs: Sequence[TokenLogprob] = (), extra: dict[str, Any] | None = None,
                stop: str | None = None) -> dict[str, Any]:
-        """A call that the limit cut off is left out: its input would be no object."""
+        """Return a call that the limit cut off is left out: its input would be no object."""
         self.pieces(index, pieces)
         self.closing(index, finish or "stop", stop=stop)
         self._blocks = [block for block in self._blocks if block.get("input", {}) is not None]
@@ -77,7 +77,7 @@ class MessageAnswer(Answer):
                 {"type": "message_stop"}]
 
     def usage(self, tokens: int, results: Sequence[Result | None], reasoning_tokens: int = 0) -> dict[str, Any]:
-        """``input_tokens``: those that did not come from the cache."""
+        """Return the field "usage"; ``input_tokens`` are those that did not come from the cache."""
         cached = sum(result.stats.reused for result in results if result is not None)
         details = {"output_tokens_details": {"thinking_tokens": reasoning_tokens}} if self.prepared.reasoning else {}
         return {"input_tokens": self.prepared.prompt_tokens - cached, "cache_creation_input_tokens": 0,

@@ -53,7 +53,7 @@ def _chat(served_model: ServedModel, fields: dict[str, Any]) -> ChatBody:
 
 
 def _thinking(served_model: ServedModel, fields: dict[str, Any], effort: Any, ignored: list[str]) -> dict[str, Any]:
-    """What has no effect is added to ``ignored``."""
+    """Return what has no effect is added to ``ignored``."""
     if effort is not None and not changes_effort(served_model):
         ignored.append("output_config.effort")
         effort = None
@@ -115,7 +115,7 @@ def _tool(tool: Any, name: str) -> dict[str, Any]:
 
 
 def _turns(messages: list[Any]) -> list[dict[str, Any]]:
-    """A chat's messages: each result of a tool is one of its own, and neighbours of one role are one message."""
+    """Return a chat's messages: each result of a tool is one of its own, and neighbours of one role are one message."""
     turns: list[dict[str, Any]] = []
     for at, message in enumerate(messages):
         name = f"messages[{at}]"

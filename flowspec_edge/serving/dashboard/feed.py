@@ -46,7 +46,9 @@ class NodeState(NamedTuple):  # cheap, because the cluster's thread makes a hund
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """text   tokens of the answer since the previous snapshot's root
+    """What the page shows of a request at one moment.
+
+    text   tokens of the answer since the previous snapshot's root
     nodes  the tree's nodes without the root, parents first
     over   whether the request has ended, so that no node of the tree will become text
     """
@@ -60,8 +62,10 @@ class Snapshot:
 
 
 def take_snapshot(draft_session: DraftSession, at: float, since: int | None, over: bool) -> Snapshot | None:
-    """Return a snapshot of the request's tree; None if there is no tree yet, or none to show. ``since``:
-    position of the previous snapshot's root; None if there was no snapshot."""
+    """Return a snapshot of the request's tree; None if there is no tree yet, or none to show.
+
+    ``since``: position of the previous snapshot's root; None if there was no snapshot.
+    """
     strategy = with_tree(draft_session)
     if draft_session.finished and not over:
         return None  # its last step may have gone beyond the end; the final snapshot shows it
@@ -83,7 +87,7 @@ class TreeEvents:
     """Converts snapshots to the page's ``tree`` events."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """``decode``: the text of token ids."""
+        """Set up without requests; ``decode``: the text of token ids."""
         self._decode = decode
         self._texts: dict[int, str] = {}
         self._last: Snapshot | None = None

@@ -98,7 +98,7 @@ class Live:
     def __init__(self, feed: Feed, admission: Admission, description: Description,
                  decode: Callable[[Sequence[int]], str],
                  system_stats: Callable[[], HeartbeatCounters]) -> None:
-        """``decode``: the text of token ids; ``system_stats``: D0's own (``SystemStats.read``)."""
+        """Set up the page's events; ``decode``: the text of token ids; ``system_stats``: ``SystemStats.read`` of D0."""
         self._feed, self._admission, self._description = feed, admission, description
         self._system_stats = system_stats
         self._trees = TreeEvents(decode)
@@ -175,7 +175,7 @@ class Live:
                 log.exception("a fault of this program: the live page lacks some events")
 
     def _send_news(self, slow: bool) -> None:
-        """``slow``: also the events that come once a second."""
+        """Send what is new; ``slow``: also the events that come once a second."""
         now = time.monotonic()
         with self._guard():
             self._send_cluster()

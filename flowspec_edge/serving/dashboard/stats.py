@@ -1,5 +1,6 @@
-"""Figures for the page: requests' (docs/explained/method.md defines them), and boards', which are taken from
-heartbeats and the growth of their counters.
+"""Figures for the page, of requests and of boards.
+
+Requests' are defined in docs/explained/method.md. Boards' are taken from heartbeats and the growth of their counters.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ _MOST_WAITING = 20  # waiting requests that are listed
 
 @dataclass(eq=False)
 class _Progress:
-    """A running request. Times are seconds of time.monotonic(); ``number`` counts requests from 1, without
-    the server's probes."""
+    """A running request.
+
+    Times are seconds of time.monotonic(); ``number`` counts requests from 1, without the server's probes.
+    """
 
     number: int
     strategy: str
@@ -65,8 +68,10 @@ class _Progress:
         self.tokens, self.newest_at = tokens, at
 
     def tokens_per_second(self, now: float) -> float | None:
-        """Tokens per second after the first token, as in ``Stats``; None before the second token. The figure
-        falls while no token comes."""
+        """Tokens per second after the first token, as in ``Stats``; None before the second token.
+
+        The figure falls while no token comes.
+        """
         generated = self.tokens - self.tokens_before - 1
         if self.first_at is None or generated < 1 or now <= self.first_at:
             return None
@@ -84,8 +89,10 @@ class _Progress:
 
 
 def with_tree(draft_session: DraftSession) -> TreeStrategy | None:
-    """Return a request's strategy if the page shows its draft tree; None if it has no tree, and for a probe
-    of one token, after which the page goes on showing the last answer."""
+    """Return a request's strategy if the page shows its draft tree.
+
+    None if it has no tree, and for a probe of one token, after which the page goes on showing the last answer.
+    """
     strategy = draft_session.strategy
     if not isinstance(strategy, TreeStrategy) or draft_session.request.max_new_tokens < 2:
         return None
@@ -93,8 +100,10 @@ def with_tree(draft_session: DraftSession) -> TreeStrategy | None:
 
 
 class RequestStats(Observer):
-    """Statistics of each running request, and more of the oldest one, or else of the last. Requests of one
-    token, such as the server's own probes, are not counted."""
+    """Statistics of each running request, and more of the oldest one, or else of the last.
+
+    Requests of one token, such as the server's own probes, are not counted.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -181,21 +190,24 @@ class RequestStats(Observer):
 
     def _add_round(self, progress: _Progress, accepted: int, is_shown: bool) -> None:
         """Add a round that ended to those of its strategy, because strategies differ in how often guesses are right.
-        ``is_shown``: whether the figures shown are this request's."""
+
+        ``is_shown``: whether the figures shown are this request's.
+        """
         if progress.drafts:
             self._rounds.setdefault(progress.strategy, deque(maxlen=_ROUNDS)).append(accepted)
             if is_shown:
                 self._guessing = progress.strategy
 
     def fairness(self) -> float | None:
-        """Return tokens/s of the slowest running request over those of the fastest; None unless two have
-        some."""
+        """Return tokens/s of the slowest running request over those of the fastest; None unless two have some."""
         with self._lock:
             return _fairness(self._speeds(time.monotonic()))
 
     def event(self, waiting: Sequence[WaitingRequest], now: float) -> dict[str, Any]:
-        """Return the event of docs/reference/metrics.md; unknown figures are None. ``now`` is a time of
-        time.monotonic()."""
+        """Return the event of docs/reference/metrics.md; unknown figures are None.
+
+        ``now`` is a time of time.monotonic().
+        """
         with self._lock:
             newest_rounds = self._rounds.get(self._guessing or "", ())
             rounds = len(newest_rounds)
@@ -300,8 +312,10 @@ class Boards(Observer):
                     losses.away_s, losses.since = at - losses.since, None
 
     def losses(self, rank: int) -> dict[str, Any]:
-        """Return whether a place is ``lost`` now, its ``losses`` since the start, and ``away_s``: the seconds that the
-        last loss took, or None."""
+        """Return whether a place is ``lost`` now, its ``losses`` since the start, and ``away_s``.
+
+        ``away_s`` is the seconds that the last loss took, or None.
+        """
         with self._lock:
             return self._losses.get(rank, Losses()).event()
 
@@ -310,8 +324,9 @@ class Boards(Observer):
         self._add_heartbeat(0, {**system_stats, "compute_s": self._computed_s, "rows": self._rows}, at)
 
     def event(self, now: float) -> dict[str, Any]:
-        """Return each place's system stats, None where unknown, and its rates per second. D0's links are
-        measured at their other ends: what V1 receives and what VN sends.
+        """Return each place's system stats, None where unknown, and its rates per second.
+
+        D0's links are measured at their other ends: what V1 receives and what VN sends.
 
         host  the first place on the same machine
         """

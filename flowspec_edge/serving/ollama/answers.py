@@ -20,8 +20,10 @@ _NS = 1_000_000_000  # in a second
 
 
 class ChatAnswer(Answer):
-    """The answers of /api/chat. A call is sent when it is complete, since its arguments are an object; one that
-    the limit cut off is left out."""
+    """The answers of /api/chat.
+
+    A call is sent when it is complete, since its arguments are an object; one that the limit cut off is left out.
+    """
 
     end = b""
     headers: Mapping[str, str] = {"content-type": "application/x-ndjson"}
@@ -81,8 +83,11 @@ class ChatAnswer(Answer):
         return choices[0] | self._end(usage, figures | (extra or {}))
 
     def usage(self, tokens: int, results: Sequence[Result | None], reasoning_tokens: int = 0) -> dict[str, Any]:
-        """Return the counts and times. ``load_duration`` is the wait in the queue; after a stop string it is counted
-        as a part of ``prompt_eval_duration``."""
+        """Return the counts and times.
+
+        ``load_duration`` is the wait in the queue; after a stop string it is counted as a part of
+        ``prompt_eval_duration``.
+        """
         end = time.monotonic()
         first = self._first or end
         result = results[0]
@@ -108,7 +113,7 @@ class ChatAnswer(Answer):
         return before
 
     def _called(self) -> list[dict[str, Any]]:
-        """The call that has been written, if it is complete."""
+        """Return the call that has been written, if it is complete."""
         call, self._call = self._call, None
         if call is None:
             return []

@@ -66,7 +66,7 @@ def read_generate(served_model: ServedModel, data: bytes) -> Body | Ready:
 
 
 def model_name(served_model: ServedModel, name: Any) -> str:
-    """The served model's name, which may have the tag latest; ApiError if it is another one's."""
+    """Return the served model's name, which may have the tag latest; ApiError if it is another one's."""
     if not isinstance(name, str):
         raise ApiError(400, "model: must be a string", "model")
     plain_name = name.removesuffix(_LATEST) if name == served_model.name + _LATEST else name
@@ -139,7 +139,7 @@ def _tools(fields: dict[str, Any]) -> list[Any] | None:
 
 
 def _turn(turn: Any) -> Any:
-    """A message; what is wrong with it a chat's body says."""
+    """Return a message; what is wrong with it a chat's body says."""
     if not isinstance(turn, dict):
         return turn
     names = {"thinking": "reasoning_content", "tool_name": "name"}

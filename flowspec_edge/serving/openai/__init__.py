@@ -1,2 +1,5 @@
-"""OpenAI's API, and the path of every request; in order of use: ``field_table``, ``fields``, ``schemas``,
-``prepare``, ``handler``, ``detokenize``, ``reasoning``, ``responses``, ``responses_endpoint``."""
+"""OpenAI's API, and the path of every request.
+
+In order of use: ``field_table``, ``fields``, ``schemas``, ``prepare``, ``handler``, ``detokenize``, ``reasoning``,
+``responses``, ``responses_endpoint``.
+"""

@@ -16,7 +16,9 @@ _MAX_CHOICES = 4096
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """field    who asks for it
+    """The format that a client asks for.
+
+    field    who asks for it
     rule     in llguidance's Lark syntax, or a whole grammar
     written  it is a whole grammar, which the client wrote
     """
@@ -27,8 +29,10 @@ class AnswerFormat:
 
 
 def select_answer_format(body: Body) -> AnswerFormat | None:
-    """Return the format that an answer must have; None: any text. ApiError if several fields ask for a format, or if
-    one is wrong."""
+    """Return the format that an answer must have; None: any text.
+
+    ApiError if several fields ask for a format, or if one is wrong.
+    """
     formats = [format for format in (_response_format(body), *_structured(body)) if format is not None]
     for field, value in (("guided_json", body.guided_json), ("json_schema", body.json_schema)):
         if value is not None:
@@ -51,8 +55,11 @@ def select_answer_format(body: Body) -> AnswerFormat | None:
 
 
 def _response_format(body: Body) -> AnswerFormat | None:
-    """Read ``response_format``. A schema without ``strict`` is enforced as far as it can be, as OpenAI does; where
-    there is no place for ``strict``, all of it is enforced."""
+    """Read ``response_format``.
+
+    A schema without ``strict`` is enforced as far as it can be, as OpenAI does; where there is no place for
+    ``strict``, all of it is enforced.
+    """
     response_format = body.answer_format
     if response_format is None or response_format.type == "text":
         return None

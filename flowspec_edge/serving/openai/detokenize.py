@@ -13,11 +13,16 @@ from flowspec_edge.model.text import TextStream
 
 
 class StopMatcher:
-    """Passes on a text up to the first stop string, regardless of how the text is split into pieces. The stop
-    string that is complete first wins, then the longest. A possible beginning of one is held back."""
+    """Passes on a text up to the first stop string, regardless of how the text is split into pieces.
+
+    The stop string that is complete first wins, then the longest. A possible beginning of one is held back.
+    """
 
     def __init__(self, stops: Sequence[str], keeps: bool = False) -> None:
-        """``keeps``: the text ends after the stop string, not before. ValueError for an empty stop string."""
+        """Look for ``stops``; with ``keeps`` the text ends after the stop string, not before.
+
+        ValueError for an empty stop string.
+        """
         if not all(stops):
             raise ValueError("a stop string must not be empty")
         self._stops = tuple(stops)
@@ -30,8 +35,10 @@ class StopMatcher:
         return self.stop is not None
 
     def push(self, piece: str, may_stop: bool = True) -> str:
-        """Return the text that may be sent now; empty after a stop string. ``may_stop``: a stop string that
-        is complete now counts."""
+        """Return the text that may be sent now; empty after a stop string.
+
+        ``may_stop``: a stop string that is complete now counts.
+        """
         if self.stopped:
             return ""
         text = self._pending + piece
@@ -56,12 +63,16 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Detokenizer:
-    """One answer's text, independent of how the tokens are grouped. ``tokens``: how many were read, up to the
-    one that completed the stop string."""
+    """One answer's text, independent of how the tokens are grouped.
+
+    ``tokens``: how many were read, up to the one that completed the stop string.
+    """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str],
                  after: Sequence[int] = (), keeps_stop: bool = False, least: int = 0) -> None:
-        """after       token ids of the text that the answer continues; none in a chat
+        """Begin an answer without tokens.
+
+        after       token ids of the text that the answer continues; none in a chat
         keeps_stop  the text has the stop string
         least       tokens before which no stop string counts
         """
@@ -128,8 +139,10 @@ class CallPiece:
 
 
 class ToolCallParser:
-    """Splits a text into content and tool calls, which the format's grammar has shaped. An incomplete call at
-    the end is passed on as far as it goes."""
+    """Splits a text into content and tool calls, which the format's grammar has shaped.
+
+    An incomplete call at the end is passed on as far as it goes.
+    """
 
     def __init__(self, form: ToolFormat) -> None:
         self._form = form

@@ -44,7 +44,7 @@ class ApiError(FlowspecError):
                                            "message": str(self)}}
 
     def response(self, path: str = "") -> JSONResponse:
-        """``path``: that was asked."""
+        """Make the response to a request of ``path``."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -73,7 +73,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def invalid(error: ValidationError) -> ApiError:
-    """The first validation error of a body, with the field's path."""
+    """Return the first validation error of a body, with the field's path."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     field_path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
     message = first["msg"].removeprefix("Value error, ")

@@ -32,7 +32,9 @@ _PATHS: dict[Endpoint, str] = {
 
 @dataclass(frozen=True)
 class RequestField:
-    """sources      who documents it
+    """A field of a request's body, and what it gets.
+
+    sources      who documents it
     implemented  the endpoints that do what it asks for
     elsewhere    what it gets at the others
     explanation  what it does here; or why it does nothing, and what to use instead
@@ -68,13 +70,18 @@ class FieldTable:
     """The fields of one or more endpoints, by name."""
 
     def __init__(self, fields: Sequence[RequestField], endpoints: int, parent: str = "") -> None:
-        """``endpoints``: how many it is of; ``parent``: the field that has these, for errors."""
+        """Index the fields by name.
+
+        ``endpoints``: how many it is of; ``parent``: the field that has these, for errors.
+        """
         self.fields = {field.name: field for field in fields}
         self._endpoints, self._parent = endpoints, f"{parent}." if parent else ""
 
     def ignored(self, endpoint: Endpoint, body: dict[str, Any]) -> tuple[str, ...]:
-        """Check every field of a body; return the undocumented names, which have no effect. ApiError for
-        a field that would change the answer, or that looks like a misspelt one."""
+        """Check every field of a body; return the undocumented names, which have no effect.
+
+        ApiError for a field that would change the answer, or that looks like a misspelt one.
+        """
         unknown = []
         for name, value in body.items():
             if field := self.fields.get(name):
@@ -89,8 +96,10 @@ class FieldTable:
         return tuple(unknown)
 
     def rows(self) -> Iterator[str]:
-        """Yield the lists of docs/reference/fields.md, one for each verdict; fields of which the same is said share a
-        line."""
+        """Yield the lists of docs/reference/fields.md, one for each verdict.
+
+        Fields of which the same is said share a line.
+        """
         for verdict in get_args(Verdict):
             names_by_text: dict[str, list[str]] = {}
             for field in sorted(self.fields.values(), key=lambda field: field.name):
@@ -113,7 +122,7 @@ class FieldTable:
         return endpoints + field.explanation
 
     def _similar_field(self, name: str, endpoint: Endpoint) -> str | None:
-        """The field of the endpoint that ``name`` looks like: maxTokens, temprature."""
+        """Return the field of the endpoint that ``name`` looks like: maxTokens, temprature."""
         names = {_letters(field.name): field.name for field in self.fields.values()
                  if endpoint in field.implemented}
         close = difflib.get_close_matches(_letters(name[:_MAX_NAME]), names, 1, _SIMILAR)

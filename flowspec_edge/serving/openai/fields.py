@@ -1,5 +1,7 @@
-"""What each field of OpenAI's endpoints gets: all that OpenAI, vLLM, SGLang and llama.cpp's server document, and
-common ones of others (:mod:`.field_table` has the rules)."""
+"""What each field of OpenAI's endpoints gets (:mod:`.field_table` has the rules).
+
+These are all fields that OpenAI, vLLM, SGLang and llama.cpp's server document, and common ones of others.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ def _field(name: str, sources: str, implemented: str, elsewhere: Verdict, explan
 
 def _does(name: str, sources: str, explanation: str, example: Any, endpoints: str = "ctr", *neutral: Any
           ) -> RequestField:
-    """Implemented at some endpoints, refused at the others."""
+    """Describe a field that some endpoints implement and the others refuse."""
     return _field(name, sources, endpoints, "refused", explanation, example, *neutral)
 
 
@@ -84,7 +86,7 @@ _ALL: tuple[RequestField, ...] = (
     _does("logit_bias", "ovsl", "token ids and numbers from -100 to 100, also as llama.cpp's list of pairs",
           {"5": 1}),
     _does("allowed_token_ids", "v", "the answer has these tokens only, its end among them", [5, 6]),
-    _does("bad_words", "v", "the token sequences of these words, alone and after a space, are excluded",
+    _does("bad_words", "v", "words that the text may not have, alone or after a space",
           ["bad"]),
     _does("n", "ovs", "up to 8 choices; responses have one", 2, "ct", 1),
     # ---- grammars ----
@@ -129,7 +131,7 @@ _ALL: tuple[RequestField, ...] = (
     _does("continue_final_message", "vs", "the answer continues the last message", False, "c", False),
     _does("documents", "v", "the chat template's documents", [], "c", []),
     _does("add_special_tokens", "v",
-          "whether a prompt gets the tokenizer's own special tokens, by default in "
+          "whether a prompt gets the tokenizer's own special tokens; default: in "
           "completions", False, "ct"),
     _does("skip_special_tokens", "vs", "false: the text has the special tokens", False),
     _harmless("spaces_between_special_tokens", "v", "tokenizers here put no spaces there", False),
@@ -147,7 +149,7 @@ _ALL: tuple[RequestField, ...] = (
     _field("separate_reasoning", "s", "cr", "no effect", "false: the reasoning is a part of the content", False),
     _harmless("stream_reasoning", "s", "streams always have the reasoning as it comes", False),
     _field("reasoning_format", "l", "cr", "no effect",
-           "auto and deepseek: reasoning apart, as by default; none: as separate_reasoning: false", "none"),
+           "auto and deepseek, the default: reasoning apart; none: as separate_reasoning: false", "none"),
     _refused("reasoning_control", "l", "it would end reasoning while it is written; use max_tokens", True,
              False),
     _refused("verbosity", "o", "the model was not trained to it; say in the messages how long to answer",
@@ -190,7 +192,7 @@ _ALL: tuple[RequestField, ...] = (
     _refused("response_fields", "l", "answers have OpenAI's fields", ["content"], []),
     _refused("enable_response_messages", "v", "no rendered messages are reported", True, False),
     _does("include", "ovs",
-          "what a response has none of adds nothing; message.output_text.logprobs is refused: "
+          "items that no response has add nothing; message.output_text.logprobs is refused: "
           "chat completions have logprobs", ["reasoning.encrypted_content"], "r", []),
     _harmless("stream_interval", "v", "the text is the same in other pieces", 4),
     _harmless("sse_ping_interval", "l", "keep-alives come every ten seconds", 5),

@@ -24,7 +24,9 @@ from flowspec_edge.serving.openai.responses import Answer, AnswerPiece, Finish, 
 
 
 class Choice:
-    """pending           its place in the queue or the cluster
+    """One of the answers that a request asks for.
+
+    pending           its place in the queue or the cluster
     finish            None if it is incomplete
     result            None if it is incomplete, or a stop string ended it
     ids               its token ids, without those after a stop string
@@ -46,8 +48,7 @@ class Choice:
         self._sent_logprobs = 0  # tokens whose log-probabilities were sent
 
     def read(self, event: Event) -> list[AnswerPiece]:
-        """Return text, reasoning and parts of tool calls that are certain now; ApiError if the request
-        failed."""
+        """Return text, reasoning and parts of tool calls that are certain now; ApiError if the request failed."""
         if isinstance(event, Exception):
             raise api_error(event)
         if isinstance(event, Result):
@@ -130,11 +131,13 @@ class StreamError(Exception):
 
 
 class ResponseHandler:
-    """``choices``: empty if the request was not admitted."""
+    """Answers a request; ``choices``: empty if the request was not admitted."""
 
     def __init__(self, admission: Admission, prepared: PreparedRequest, answer: Answer, caller: Caller,
                  keep_alive_s: float, on_tokens: Callable[[int], None]) -> None:
-        """keep_alive_s  seconds without a token after which a stream sends a status line
+        """Set up a request's handler.
+
+        keep_alive_s  seconds without a token after which a stream sends a status line
         on_tokens     called when tokens come, with the number of those that belong to the answer
         """
         self._admission, self._prepared = admission, prepared
@@ -160,7 +163,9 @@ class ResponseHandler:
 
     async def stream(self, receive: Receive, send: Send) -> None:
         """Answer as tokens come; the errors are the same until the first event or comment sends the headers.
-        A later error is the stream's last event. Comments keep the connection alive while no token comes."""
+
+        A later error is the stream's last event. Comments keep the connection alive while no token comes.
+        """
         async with self._events(receive) as (events, disconnection):
             started, opened = False, set[int]()
             try:
@@ -194,8 +199,7 @@ class ResponseHandler:
     async def _pieces(self, events: asyncio.Queue[_Arrival], disconnection: asyncio.Future[None],
                       patience: float | None = None
                       ) -> AsyncIterator[tuple[Choice | None, list[AnswerPiece]]]:
-        """Yield what is certain of each choice, starting with the first token; None after ``patience`` idle
-        seconds."""
+        """Yield what is certain of each choice, starting with the first token; None after ``patience`` idle seconds."""
         while any(choice.finish is None for choice in self.choices):
             arrival = await sse.wait_unless_disconnected(events.get(), disconnection, patience)
             if arrival is None:
@@ -219,8 +223,12 @@ class ResponseHandler:
         return self._admission.status_line(waiting.pending)
 
     def _headers(self) -> dict[str, str]:
-        """The request id that OpenAI's clients show, the place in the queue at arrival, and the request's
-        fields that have no effect."""
+        """Return the headers of an answer.
+
+        They are the request id that OpenAI's clients show, the place in the queue at arrival, and the request's
+        fields that
+        have no effect.
+        """
         ignored = ", ".join(printable_names(self._prepared.ignored)).replace("…", "...")
         return {**self._answer.headers, "x-request-id": self._answer.id,
                 "x-flowspec-position": str(self.choices[0].pending.position),
@@ -232,7 +240,7 @@ class ResponseHandler:
 
     @property
     def energy_j(self) -> float | None:
-        """Of the whole run; None if not measured, or if a stop string ended an answer."""
+        """Energy of the whole run; None if not measured, or if a stop string ended an answer."""
         spent = [choice.result.stats.energy_j if choice.result else None for choice in self.choices]
         measured = [joules for joules in spent if joules is not None]
         return sum(measured) if measured and len(measured) == len(spent) else None

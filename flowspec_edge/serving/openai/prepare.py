@@ -49,7 +49,9 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additiona
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """prompts    a request for each, with the first choice's seed
+    """A request's body, checked and tokenized.
+
+    prompts    a request for each, with the first choice's seed
     n          how many answers to each prompt the client wants
     stops      stop strings
     continues  whether an answer continues its prompt's text; not in a chat
@@ -101,8 +103,11 @@ class PreparedRequest:
         return reasoning_parser(self.reasoning, self.thinks, self.calls.open if self.calls else "")
 
     def choices(self) -> list[Request]:
-        """A request for each choice; one prompt's choices stand together. The seeds of each prompt's choices
-        begin with the first choice's, so that an answer does not depend on the other prompts."""
+        """Return a request for each choice; one prompt's choices stand together.
+
+        The seeds of each prompt's choices begin with the first choice's, so that an answer does not depend on the
+        other prompts.
+        """
         seed = self.request.sampling.seed
         return [replace(request, sampling=replace(request.sampling, seed=(seed + i) % _SEEDS))
                 for request in self.prompts for i in range(self.n)]
@@ -110,7 +115,9 @@ class PreparedRequest:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """name           clients' name of the model
+    """What the server knows of its model.
+
+    name           clients' name of the model
     strategy       for requests that name none
     strategies     those that this cluster and model can run
     answer_tokens  the longest answer in a chat that sets no limit
@@ -157,7 +164,7 @@ class ServedModel:
         return self._with_reasoning(body, prepared)
 
     def _with_reasoning(self, body: ChatBody, prepared: PreparedRequest) -> PreparedRequest:
-        """A grammar that fixes how the answer begins leaves no room for reasoning."""
+        """Return a grammar that fixes how the answer begins leaves no room for reasoning."""
         form = self.tokenizer.reasoning_format
         must_call = bool(prepared.calls) and body.tool_choice not in (None, "auto")
         if form is None or not body.splits_reasoning or must_call or select_answer_format(body) is not None:
@@ -202,7 +209,7 @@ class ServedModel:
                 [f"chat_template_kwargs.{name}" for name in unknown_values])
 
     def _with_effort(self, effort: str, values: dict[str, Any], field: str) -> dict[str, Any]:
-        """A reasoning effort as the template's variables: its own, and whether to think at all."""
+        """Return a reasoning effort as the template's variables: its own, and whether to think at all."""
         switches = {name: effort != "none" for name in THINKING if self.tokenizer.reads(name)}
         levels = {"reasoning_effort": effort} if self.tokenizer.reads("reasoning_effort") else {}
         if not switches and not levels and (effort != "none" or self.tokenizer.always_thinks):
@@ -216,7 +223,7 @@ class ServedModel:
                                 "messages", field)
 
     def prepared(self, body: Body) -> PreparedRequest:
-        """Of a chat or a completion, as :meth:`chat` or :meth:`completion`."""
+        """Prepare a chat or a completion, as :meth:`chat` or :meth:`completion`."""
         if isinstance(body, ChatBody):
             return self.chat(body)
         assert isinstance(body, CompletionBody)
@@ -256,8 +263,10 @@ class ServedModel:
         return min(self.context or self.model.max_positions, self.model.max_positions)
 
     def _check_size(self, count: int, unit: str, per_token: int = 1) -> None:
-        """Raise ApiError for a prompt that is too long whatever its tokens are, before time is spent on counting
-        them. ``per_token``: units of a token, at most."""
+        """Raise ApiError for a prompt that is too long whatever its tokens are, before time is spent on counting them.
+
+        ``per_token``: units of a token, at most.
+        """
         most = self.context_tokens * per_token
         if count > most:
             fits = f", which are at most {most} {unit}" if per_token > 1 else ""
@@ -338,7 +347,7 @@ class ServedModel:
         return strategy
 
     def _limit(self, body: Body, prompt: int, usual: int) -> int:
-        """The longest answer to a prompt of so many tokens."""
+        """Return the longest answer to a prompt of so many tokens."""
         context = self.context_tokens
         room = context - prompt
         requested = body.limit or min(usual, max(1, room))
@@ -371,7 +380,7 @@ class ServedModel:
         return Restrictions(allowed, words, body.min_tokens or 0) or None
 
     def sampling(self, body: Body) -> Sampling:
-        """The client's settings, else the model's generation config, else greedy; seeds default to random."""
+        """Return the client's settings, else the model's generation config, else greedy; seeds default to random."""
         settings: dict[str, Any] = {name: value for name, value in (
             ("temperature", body.temperature), ("top_p", body.top_p), ("min_p", body.min_p),
             ("top_k", None if body.top_k is None else max(0, body.top_k))) if value is not None}

@@ -22,14 +22,19 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 def reasoning_parser(form: ReasoningFormat, starts_inside: bool, call: str = "") -> ReasoningParser:
-    """The parser for answers in a format. ``starts_inside``: the prompt has begun the reasoning; ``call``: the word
-    that begins a tool call, which ends the reasoning, too."""
+    """Return the parser for answers in a format.
+
+    ``starts_inside``: the prompt has begun the reasoning; ``call``: the word that begins a tool call, which ends
+    the reasoning, too.
+    """
     return ChannelParser() if form.channels else ThinkParser(form, starts_inside, call)
 
 
 class ReasoningParser(ABC):
-    """Splits a text into reasoning and content, regardless of how it is split into pieces. ``inside``: whether
-    the text so far ends within reasoning."""
+    """Splits a text into reasoning and content, regardless of how it is split into pieces.
+
+    ``inside``: whether the text so far ends within reasoning.
+    """
 
     inside = False
 
@@ -54,8 +59,10 @@ class ReasoningParser(ABC):
 
     @abstractmethod
     def _first(self) -> Iterator[Piece]:
-        """The first step. A step yields what it reads from the buffer, and sets the next step when it has read
-        everything."""
+        """Return the first step.
+
+        A step yields what it reads from the buffer, and sets the next step when it has read everything.
+        """
 
     @abstractmethod
     def _flush(self, text: str) -> list[Piece]:
@@ -77,7 +84,7 @@ class ThinkParser(ReasoningParser):
         self._has_reasoning = False  # reasoning
 
     def _first(self) -> Iterator[Piece]:
-        """Some models begin the reasoning again that the prompt has begun."""
+        """Decide whether the text begins in reasoning or content; some models repeat the prompt's mark."""
         text = self._buffer.lstrip()
         if text.startswith(self._open):
             self._buffer = text[len(self._open):]
@@ -118,8 +125,10 @@ class ThinkParser(ReasoningParser):
 
 
 class ChannelParser(ReasoningParser):
-    """Messages of gpt-oss' format: analysis is reasoning, the other channels are content. Messages of one kind
-    have an empty line between them."""
+    """Messages of gpt-oss' format: analysis is reasoning, the other channels are content.
+
+    Messages of one kind have an empty line between them.
+    """
 
     _ENDS = ("<|end|>", "<|start|>", "<|channel|>", "<|return|>", "<|call|>")
     _MESSAGE = "<|message|>"
@@ -130,7 +139,7 @@ class ChannelParser(ReasoningParser):
         self._begins = True
 
     def _first(self) -> Iterator[Piece]:
-        """A message's head; a text without one is content."""
+        """Return a message's head; a text without one is content."""
         text = self._buffer.lstrip()
         at = text.find(self._MESSAGE)
         if not text.startswith("<|"):

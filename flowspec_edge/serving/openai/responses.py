@@ -39,7 +39,7 @@ class Answer:
         self.created = int(time.time())
 
     def encoded(self, item: dict[str, Any]) -> bytes:
-        """An object of the stream, as a server-sent event."""
+        """Return an object of the stream, as a server-sent event."""
         return b"data: " + json.dumps(item, ensure_ascii=False).encode() + b"\n\n"
 
     def keep_alive(self, status: str) -> bytes:
@@ -50,13 +50,17 @@ class Answer:
         """Note that tokens have come."""
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """The stream's last object, if it ends with an error."""
+        """Return the stream's last object, if it ends with an error."""
         return error.body
 
     def complete(self, choices: list[dict[str, Any]], usage: dict[str, Any], figures: dict[str, Any],
                  extra: dict[str, Any] | None = None) -> dict[str, Any]:
-        """``choices``: of :meth:`choice`; ``figures``: of :meth:`figures`; ``extra``: :meth:`details` of the
-        only choice, if the client asked."""
+        """Make the body of a complete answer.
+
+        choices  of :meth:`choice`
+        figures  of :meth:`figures`
+        extra    :meth:`details` of the only choice, if the client asked
+        """
         kind = "chat.completion" if self.chat else "text_completion"
         return self._object(kind, choices, usage=usage, flowspec=figures | (extra or {}))
 
@@ -100,13 +104,15 @@ class Answer:
 
     def closing(self, index: int, finish: Finish, extra: dict[str, Any] | None = None,
                 stop: str | None = None) -> list[dict[str, Any]]:
-        """A choice's last chunk: the finish reason, with :meth:`details` if the client asked. ``stop``: the
-        stop string that ended it."""
+        """Return a choice's last chunk: the finish reason, with :meth:`details` if the client asked.
+
+        ``stop``: the stop string that ended it.
+        """
         last = self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, finish)
         return [last | ({"flowspec": extra} if extra else {})]
 
     def counts(self, usage: dict[str, Any], figures: dict[str, Any]) -> list[dict[str, Any]]:
-        """The stream's last chunk, if the client asked for the counts."""
+        """Return the stream's last chunk, if the client asked for the counts."""
         return [self._object(self._kind, [], usage=usage, flowspec=figures)] if self.include_usage else []
 
     def details(self, tokens: Sequence[int], result: Result | None) -> dict[str, Any]:
@@ -115,8 +121,12 @@ class Answer:
         return {"tokens": list(tokens), "stats": stats}
 
     def figures(self, results: Sequence[Result | None]) -> dict[str, Any]:
-        """The field "flowspec", beside ``usage``, whose entries clients add up: the settings to reproduce the
-        first choice, and the runs' statistics. ``results``: None if a stop string ended the choice."""
+        """Return the field "flowspec", which is beside ``usage``, whose entries clients add up.
+
+        It has the settings that reproduce the first choice, and the runs' statistics. ``results``: None if a stop
+        string ended
+        the choice.
+        """
         request = self.prepared.request
         sampling, penalties = request.sampling, request.penalties
         details: dict[str, Any] = {"strategy": request.strategy, "seed": sampling.seed,
@@ -132,7 +142,9 @@ class Answer:
 
     def usage(self, tokens: int, results: Sequence[Result | None], reasoning_tokens: int = 0) -> dict[str, Any]:
         """Token counts of all choices, in OpenAI's fields alone; ``results`` as for :meth:`figures`.
-        ``reasoning_tokens``: how many of the tokens are reasoning."""
+
+        ``reasoning_tokens``: how many of the tokens are reasoning.
+        """
         prompt = self.prepared.prompt_tokens
         details: dict[str, Any] = {}
         reused = [result.stats.reused for result in results[::self.prepared.n] if result is not None]
@@ -164,7 +176,7 @@ class Answer:
 
 
 def _figures(result: Result | None) -> dict[str, Any]:
-    """A run's statistics, as far as every answer has them."""
+    """Return a run's statistics, as far as every answer has them."""
     if result is None:
         return {}
     stats = result.stats
@@ -196,9 +208,10 @@ def list_object(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def model_object(name: str, created: int, context: int, positions: int, vocabulary: int, width: int
                  ) -> dict[str, Any]:
-    """A model as /v1/models lists it, for OpenAI's clients and Anthropic's. The context has the names under
-    which clients look for it: those of vLLM and SGLang, OpenRouter, Groq, Mistral and LM Studio, llama.cpp,
-    and Anthropic.
+    """Return a model as /v1/models lists it, for OpenAI's clients and Anthropic's.
+
+    The context has the names under which clients look for it: those of vLLM and SGLang, OpenRouter, Groq, Mistral
+    and LM Studio, llama.cpp, and Anthropic.
 
     context    tokens of prompt and answer together that the server admits
     positions  those of the model
@@ -214,7 +227,7 @@ def model_object(name: str, created: int, context: int, positions: int, vocabula
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """``top``: texts and log-probabilities of the likeliest tokens."""
+    """A token with its log-probability; ``top``: texts and log-probabilities of the likeliest tokens."""
 
     text: str
     logprob: float
@@ -240,15 +253,17 @@ class TokenDecoder:
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """``logprobs`` of a chat completion's choice."""
+    """Return ``logprobs`` of a chat completion's choice."""
     return {"content": [{**_token(token.text, token.logprob),
                          "top_logprobs": [_token(text, logprob) for text, logprob in token.top]}
                         for token in tokens], "refusal": None}
 
 
 def completion_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """``logprobs`` of a completion's choice: the top ones always include the token itself, and of tokens
-    with the same text only the likeliest."""
+    """Return ``logprobs`` of a completion's choice.
+
+    The top ones always include the token itself, and of tokens with the same text only the likeliest.
+    """
     tops = [{token.text: token.logprob, **dict(reversed(token.top))} if token.top else {} for token in tokens]
     return {"tokens": [token.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],

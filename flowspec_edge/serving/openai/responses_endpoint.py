@@ -1,7 +1,7 @@
-"""OpenAI's Responses API, for text and function calls: a body is a chat's under other names, and so is the
-answer, whose output is a list of items: reasoning, messages and calls.
+"""OpenAI's Responses API, for text and function calls.
 
-The server stores nothing, so a conversation is always in the request's ``input``.
+A body is a chat's under other names, and so is the answer, whose output is a list of items: reasoning, messages and
+calls. The server stores nothing, so a conversation is always in the request's ``input``.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _texts(content: Any) -> Any:
 
 
 def _tool(tool: Any) -> Any:
-    """A function, whose fields chats have one level deeper."""
+    """Return a function, whose fields chats have one level deeper."""
     if isinstance(tool, dict) and tool.get("type") == "function" and "function" not in tool:
         return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
     return tool
@@ -104,7 +104,7 @@ class TextOptions(Ignoring):
 
 
 def _included(value: Any) -> Any:
-    """What a response may include; it has no reasoning, sources or images of its own to include."""
+    """Return what a response may include; it has no reasoning, sources or images of its own to include."""
     if value == "message.output_text.logprobs":
         raise ValueError("log-probabilities are not in responses: /v1/chat/completions has logprobs")
     return value
@@ -308,5 +308,5 @@ def _call_item(piece: CallPiece) -> dict[str, Any]:
 
 
 def _flat(tool: ToolDefinition | NamedTool | str) -> Any:
-    """A tool, or a choice of one, as responses have it: the function's fields beside its type."""
+    """Return a tool, or a choice of one, as responses have it: the function's fields beside its type."""
     return tool if isinstance(tool, str) else {"type": "function", **tool.function.model_dump()}

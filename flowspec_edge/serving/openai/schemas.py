@@ -1,5 +1,4 @@
-"""Request bodies of OpenAI's API, and fields of vLLM, SGLang and llama.cpp's server; :mod:`.fields` lists
-all."""
+"""Request bodies of OpenAI's API, and fields of vLLM, SGLang and llama.cpp's server; :mod:`.fields` lists all."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ def _stops(value: Any) -> Any:
 
 
 def _text(value: Any) -> Any:
-    """A message's content: a string, or parts of type text."""
+    """Return a message's content: a string, or parts of type text."""
     if value is None or isinstance(value, str):
         return value or ""
     parts: list[Any] = value if isinstance(value, list) else [None]
@@ -81,7 +80,7 @@ def _text(value: Any) -> Any:
 
 
 def _prompts(value: Any) -> Any:
-    """A completion's prompts: one alone is a list of one."""
+    """Return a completion's prompts: one alone is a list of one."""
     alone = isinstance(value, str) or (isinstance(value, list) and any(map(_is_id, value)))
     prompts = [value] if alone else value
     if isinstance(prompts, list):
@@ -118,12 +117,12 @@ def _bias(value: Any) -> Any:
 
 
 def _count(value: Any) -> Any:
-    """Some clients send what chats take: false for none, and true, which other servers read as 1."""
+    """Read a count as some clients send it: false for none, and true, which other servers read as 1."""
     return None if value is False else 1 if value is True else _whole_number(value)
 
 
 def _flag(value: Any) -> Any:
-    """Some clients send what completions take: 1 is a chat's true."""
+    """Read a flag as some clients send it, in the form of completions: 1 is a chat's true."""
     return bool(value) if type(value) is int and value in (0, 1) else value
 
 
@@ -136,7 +135,7 @@ class StreamOptions(Ignoring):
 
 
 class Extensions(Ignoring):
-    """This server's own fields, under "flowspec"; an unknown one is an error."""
+    """The server's own fields, under "flowspec"; an unknown one is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -154,8 +153,10 @@ class Reasoning(Ignoring):
 
 
 class JsonSchema(Ignoring):
-    """``schema`` is a method's name in pydantic. A misspelt ``schema`` would let any object pass, so an
-    unknown field is an error."""
+    """A JSON schema under a name; ``schema`` is a method's name in pydantic.
+
+    A misspelt ``schema`` would let any object pass, so an unknown field is an error.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -202,7 +203,7 @@ class StructuredOutputs(Ignoring):
 
 
 class FunctionDefinition(Ignoring):
-    """``parameters``: None: the function has none."""
+    """A function that a model may call; ``parameters``: None: the function has none."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -212,7 +213,7 @@ class FunctionDefinition(Ignoring):
 
     @model_validator(mode="after")
     def _takes_an_object(self) -> FunctionDefinition:
-        """A type that is none is ignored unless the function is strict, as elsewhere in its schema."""
+        """Return a type that is none is ignored unless the function is strict, as elsewhere in its schema."""
         kind = (self.parameters or {}).get("type", "object")
         kinds = kind if isinstance(kind, list) else [kind]
         if "object" not in kinds and (self.strict or any(name in _OTHER_TYPES for name in kinds)):
@@ -240,7 +241,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 def _arguments(value: Any) -> Any:
-    """Some clients send the object itself, and null for none."""
+    """Read arguments as some clients send them: the object itself, and null for none."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value or ""
 
 
@@ -271,8 +272,10 @@ class CalledTool(Ignoring):
 
 
 class ChatMessage(Ignoring):
-    """A turn; newer clients send "developer" instead of "system". ``reasoning`` and ``reasoning_content`` are
-    two names of an assistant's reasoning."""
+    """A turn; newer clients send "developer" instead of "system".
+
+    ``reasoning`` and ``reasoning_content`` are two names of an assistant's reasoning.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_text)] = ""
@@ -285,8 +288,10 @@ class ChatMessage(Ignoring):
     @model_validator(mode="before")
     @classmethod
     def _is_complete(cls, turn: Any) -> Any:
-        """An assistant's turn may lack content, since it may have called a tool, and a tool may return none.
-        What other servers read, and would change the prompt, is refused."""
+        """Return an assistant's turn may lack content, since it may have called a tool, and a tool may return none.
+
+        What other servers read, and would change the prompt, is refused.
+        """
         if not isinstance(turn, dict):
             return turn
         if turn.get("content") is None and turn.get("role") not in ("assistant", "tool"):
@@ -494,8 +499,11 @@ def body_of(kind: type[B], fields: dict[str, Any], ignored: Sequence[str], cut_t
 
 
 def parsed(data: bytes) -> dict[str, Any]:
-    """The JSON object that a body is. ApiError also for what Python's parser accepts although it is no JSON or
-    no text: encodings other than UTF-8, surrogates, NaN."""
+    """Return the JSON object that a body is.
+
+    ApiError also for what Python's parser accepts although it is no JSON or no text: encodings other than UTF-8,
+    surrogates, NaN.
+    """
     try:
         text = data.decode("utf-8-sig")
         fields = json.loads(text, parse_constant=_no_constant)

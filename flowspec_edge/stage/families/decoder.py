@@ -58,7 +58,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def experts(self) -> Experts | None:
-        """None: the layer is dense."""
+        """The layer's experts; None if it is dense."""
         half = self.feed_forward
         return half.experts if isinstance(half, Mixture) else None
 
@@ -68,8 +68,9 @@ class DecoderLayer(nn.Module):
             cast(Any, module).prepare()
 
     def forward(self, rows: Tensor, rotation: Rotation, mask: Any, cache: Any, new: int) -> Tensor:
-        """[N, H] to [N, H], which takes the memory of ``rows``; the first ``new`` rows enter the cache, the others are
-        padding.
+        """[N, H] to [N, H], which takes the memory of ``rows``.
+
+        The first ``new`` rows enter the cache, the others are padding.
 
         mask, cache  of ``CacheKind.inputs``
         """

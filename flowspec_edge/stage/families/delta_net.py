@@ -21,8 +21,12 @@ from flowspec_edge.util.linears import detach_and_join
 
 
 class Inputs(NamedTuple):
-    """Of N rows: the convolution's inputs [N, channels], gates of the outputs [N, heads * v], the logarithms of the
-    decays and the betas [N, heads] in float32."""
+    """What a layer's projections give N rows.
+
+    They are the convolution's inputs [N, channels], gates of the outputs [N, heads * v], the logarithms of the
+    decays and
+    the betas [N, heads] in float32.
+    """
 
     convolved: Tensor
     gates: Tensor
@@ -90,13 +94,13 @@ class DeltaNet(nn.Module):
         return (self._out_norm(mixed) * gates).flatten(1).to(inputs.gates.dtype)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The convolution's inputs, gates, b and a."""
+        """Return the convolution's inputs, gates, b and a."""
         values = self._shape.heads * self._shape.value_width
         both = self.in_proj_qkvz(x)
         return both[:, :-values], both[:, -values:], *self.in_proj_ba(x).chunk(2, -1)
 
     def _interleaved(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As ``_projected`` of projections that are ordered by key head."""
+        """Project as ``_projected``, where projections are ordered by key head."""
         shape = self._shape
         group = shape.heads // shape.key_heads
         values = group * shape.value_width

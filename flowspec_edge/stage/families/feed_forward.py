@@ -17,7 +17,7 @@ from flowspec_edge.util.linears import add_product, detach_and_join, product
 
 
 def _silu(x: Tensor) -> Tensor:
-    """In float32, where no bits are promised, by PyTorch's own kernel."""
+    """Compute SiLU by PyTorch's own kernel: for float32, where no bits are promised."""
     return F.silu(x) if x.dtype == torch.float32 else silu(x)
 
 

@@ -15,14 +15,14 @@ class Norm(nn.Module):
     _kernel: RmsNorm
 
     def __init__(self, width: int, eps: float, centred: bool = False) -> None:
-        """``centred``: the weight is stored as its difference from 1, and rows are normed in float32."""
+        """Set up a norm; ``centred``: the weight is its difference from 1, and rows are normed in float32."""
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(width) if centred else torch.ones(width), requires_grad=False)
         self.eps, self.centred = eps, centred
 
     @property
     def factors(self) -> Tensor:
-        """By which normed values are multiplied."""
+        """The factors by which normed values are multiplied."""
         return 1.0 + self.weight.float() if self.centred else self.weight.detach()
 
     def prepare(self) -> None:

@@ -17,8 +17,12 @@ from flowspec_edge.model.decoder_config import DecoderConfig
 
 
 class Rotation(NamedTuple):
-    """Of N rows: cosines and signed sines [N, 1, d], as ``kernels.rotate_in_place`` takes them, for the first d
-    values of each head; and a factor of queries [N, 1, 1], or None."""
+    """The rotation of N rows, as ``kernels.rotate_in_place`` takes it.
+
+    It has cosines and signed sines [N, 1, d], for the first d values of each head; and a factor of queries [N, 1,
+    1], or
+    None.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -36,7 +40,10 @@ class Rotary:
             self._bases[kind] = frequencies.to(device), factor, _query_scale(rope) if scaled else None
 
     def __call__(self, positions: Tensor, kind: str, dtype: torch.dtype) -> Rotation:
-        """``positions`` [N] int64; ``kind``: of layers, "" if all have the same angles."""
+        """Return the rotation of rows at ``positions`` [N] int64.
+
+        ``kind``: of layers, "" if all have the same angles.
+        """
         frequencies, factor, scale = self._bases[kind]
         angles = positions[:, None].float() * frequencies
         cos, sin = angles.cos() * factor, angles.sin() * factor
@@ -52,7 +59,7 @@ class RotaryTable:
     """Looks up what a rotary embedding computes: one launch instead of a dozen."""
 
     def __init__(self, rotary: Rotary, kind: str, dtype: torch.dtype, device: torch.device) -> None:
-        """``kind``: of layers, as the embedding takes it."""
+        """Set up an empty table; ``kind``: of layers, as the embedding takes it."""
         self._rotary, self._kind, self._dtype, self._device = rotary, kind, dtype, device
         self._angles = torch.empty(0)
         self._scale: Tensor | None = None
@@ -68,7 +75,7 @@ class RotaryTable:
         self._angles = torch.cat((cos, sin), 1)  # [positions, 2, d]
 
     def __call__(self, positions: Tensor) -> Rotation:
-        """``positions`` [N] int64, which have been reached."""
+        """Return the rotation of rows at ``positions`` [N] int64, which have been reached."""
         cos, sin = self._angles.index_select(0, positions)[:, :, None].unbind(1)
         return Rotation(cos, sin, None if self._scale is None else self._scale.index_select(0, positions))
 
@@ -102,7 +109,7 @@ def _yarn(powers: Tensor, rope: Mapping[str, Any], positions: int) -> tuple[Tens
     factor = positions / text if rope.get("factor") is None else rope["factor"]
 
     def frequency_index(turns: float) -> float:
-        """Of the frequency that turns so often in the original text."""
+        """Return the place of the frequency that turns so often in the original text."""
         return rotary_width * math.log(text / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
 
     first, last = frequency_index(rope.get("beta_fast") or 32), frequency_index(rope.get("beta_slow") or 1)
@@ -126,6 +133,6 @@ def _grown(factor: float, by: float) -> float:
 
 
 def _query_scale(rope: Mapping[str, Any]) -> tuple[float, int] | None:
-    """By what queries grow with each stretch of so many positions."""
+    """Return the factor by which queries grow with each stretch of positions, and the stretch."""
     beta = rope.get("llama_4_scaling_beta")
     return None if beta is None else (float(beta), int(rope["original_max_position_embeddings"]))

@@ -18,8 +18,10 @@ from flowspec_edge.util.linears import detach_and_join
 
 
 class Projected(NamedTuple):
-    """Of N rows: queries [N, heads, d], and keys, then values, [N, 2 * kv_heads, d]; gates of the outputs as the
-    queries, or None.  Views of one product."""
+    """Of N rows: queries [N, heads, d], and keys, then values, [N, 2 * kv_heads, d].
+
+    Gates of the outputs as the queries, or None. Views of one product.
+    """
 
     queries: Tensor
     cached: Tensor
@@ -28,7 +30,7 @@ class Projected(NamedTuple):
 
 class SelfAttention(nn.Module):
     def __init__(self, config: DecoderConfig, index: int, inputs: int = 0) -> None:
-        """``inputs``: width of the rows that are projected; 0: the model's."""
+        """Make the projections; ``inputs``: width of the rows that are projected; 0: the model's."""
         super().__init__()
         form, self._index, self._width = config.family.form, index, config.head_dim
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads

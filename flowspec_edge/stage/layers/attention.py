@@ -53,11 +53,11 @@ class BatchMask:
     """The masks of a batch's parts, whose rows follow one another."""
 
     def __init__(self, masks: Sequence[Mask], lengths: Sequence[int]) -> None:
-        """``lengths``: rows of each part, at least one."""
+        """Join the parts' masks; ``lengths``: rows of each part, at least one."""
         self._masks, self._lengths = masks, lengths
 
     def attend(self, queries: Tensor, kv: Sequence[Tensor | None], scaling: float, sinks: Tensor | None) -> Tensor:
-        """As :meth:`Mask.attend`; rows of parts that have ended, of which nothing is held, become 0."""
+        """Attend as :meth:`Mask.attend`; rows of parts that have ended, of which nothing is held, become 0."""
         outputs, start = queries.new_zeros(sum(self._lengths), *queries.shape[1:]), 0
         for mask, n, part in zip(self._masks, self._lengths, kv, strict=True):
             at = slice(start, start := start + n)
@@ -71,11 +71,14 @@ class BatchCache:
 
     def __init__(self, caches: Sequence[Any], lengths: Sequence[int],
                  ended: Callable[[int], bool] = lambda number: False) -> None:
-        """``ended``: whether a part has ended, whose cache must not be touched any more; by its place."""
+        """Take a pass' caches.
+
+        ``ended``: whether the part at a place has ended, whose cache must not be touched any more.
+        """
         self._caches, self._lengths, self._ended = caches, list(lengths), ended
 
     def write(self, rows: Tensor, layer_idx: int) -> list[Tensor | None]:
-        """As ``KVCache.write``, by part; None for parts that have ended."""
+        """Write rows as ``KVCache.write``, by part; None for parts that have ended."""
         return [None if self._ended(number) else cache.write(part_rows, layer_idx) for number, (cache, part_rows) in
                 enumerate(zip(self._caches, rows.split(self._lengths), strict=True))]
 
@@ -87,7 +90,7 @@ class SharedMask:
     """All rows in one call over all columns.  The order of sums depends on the other rows and their columns."""
 
     def __init__(self, visible: Bool, groups: int, dtype: torch.dtype, device: torch.device) -> None:
-        """``visible`` [n, m]: what each row sees; ``groups``: query heads per key/value head."""
+        """Take ``visible`` [n, m], what each row sees; ``groups``: query heads per key/value head."""
         self._rows = len(visible)
         self._hidden = additive(np.tile(visible, (groups, 1)), dtype, device)[None, None]
 
@@ -146,7 +149,8 @@ class PathMask:
 
     def __init__(self, visible: Bool, first: int, window: int | None, dtype: torch.dtype, device: torch.device,
                  step: int) -> None:
-        """
+        """Prepare the mask of a pass.
+
         visible  [n, m]: the rows' paths among the session's rows and the pass's
         first    of the m columns, those that the cache does not hold
         window   rows of its path that a row sees, its own included; None: all
@@ -204,13 +208,13 @@ class PathMask:
         return _together([prefixes, tail], sinks)
 
     def _attend_tail(self, rows: slice, queries: Tensor, kv: Tensor, scaling: float) -> Attended:
-        """What ``rows`` make of the columns that each has of its own."""
+        """Return what ``rows`` make of the columns that each has of its own."""
         hidden, (_, _, kv_heads, width) = self._hidden[rows], kv.shape
         columns = kv.index_select(1, self._slots[rows].flatten()).view(2, len(hidden), TAIL, kv_heads, width)
         return _call(queries[rows], columns, hidden.expand(-1, -1, queries.shape[1] // kv_heads, -1), scaling, 1)
 
     def _attend_prefix(self, prefix: Prefix, queries: Tensor, kv: Tensor, scaling: float) -> Attended:
-        """What ``prefix.rows`` make of its columns."""
+        """Return what ``prefix.rows`` make of its columns."""
         n, step = len(queries), self._step
         more = -n % step
         calls = (n + more) // step
@@ -227,16 +231,20 @@ class PathMask:
 
 
 class Attended(NamedTuple):
-    """What a kernel gives n rows: outputs [n, heads, d], and the logarithms of the sums of their exponentiated
-    scores [n, heads] in float32, by which results over several sets of columns are put together."""
+    """What a kernel gives n rows, by which results over several sets of columns are put together.
+
+    It gives outputs [n, heads, d], and the logarithms of the sums of their exponentiated scores [n, heads] in
+    float32.
+    """
 
     outputs: Tensor
     log_sums: Tensor
 
 
 def _together(parts: Sequence[Attended], sinks: Tensor | None) -> Tensor:
-    """The outputs of one softmax over the columns of all parts and, with ``sinks`` [heads], one of value 0 a head.
+    """Return the outputs of one softmax over the columns of all parts.
 
+    ``sinks`` [heads] are a further column with value 0 for each head.
     ``softmax`` of a CPU computes every row alike; an exponential of its own would not: elements behind the last whole
     vector have another last bit.
     """
@@ -297,7 +305,7 @@ def kernel_of(device: torch.device, dtype: torch.dtype, width: int) -> SDPBacken
 
 def _unfused(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scaling: float
              ) -> tuple[Tensor, Tensor]:
-    """As :func:`_kernel`, where PyTorch was built without it or it does not take heads of this width."""
+    """Attend as :func:`_kernel`, where PyTorch was built without it or it does not take heads of this width."""
     masks = [None] * len(queries) if hidden is None else hidden.expand(len(queries), -1, -1, -1)
     attended = []
     for query, key, value, mask in zip(queries, keys, values, masks, strict=True):  # a product would copy shared keys

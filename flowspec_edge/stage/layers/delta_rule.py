@@ -161,8 +161,12 @@ def make_plan(visible: NDArray[np.bool_], heads: tuple[int, int], block: int, ah
 
 def _step(arrays: Sequence[Tensor], folds: tuple[DeltaFold, ...], keys: tuple[int, ...], columns: Tensor, m: int,
           heads: tuple[int, int], alone: bool) -> DeltaStep:
-    """Make a step of the numbers of its rows, the rows of its tiles, the rows' tiles and places there, their blocks and
-    places there; ``alone``: it has all rows of the pass."""
+    """Make a step from the numbers of its rows and tiles.
+
+    ``arrays``: its rows' numbers, the rows of its tiles, the rows' tiles and places there, their blocks and places
+    there; ``alone``: the step
+    has all rows of the pass.
+    """
     rows, tiles, tile, tile_offset, blocks, places = arrays
     block = columns.shape[1]
     sides = torch.arange(2, device=rows.device)
@@ -276,8 +280,10 @@ def segment(rows: DeltaRows, states: Mapping[int, Tensor], entries: Entries, pla
 
 
 def _summed(weights: Tensor, targets: Tensor, step: DeltaStep) -> Tensor:
-    """Return the sums of ``targets`` [m + n, heads, v] over the step's blocks, an entry after the other, with weights
-    [r, heads, B]: [r, heads, v].  Nothing is gathered in memory."""
+    """Return the weighted sums of ``targets`` over the step's blocks, an entry after the other: [r, heads, v].
+
+    ``targets`` are [m + n, heads, v], ``weights`` [r, heads, B].  Nothing is gathered in memory.
+    """
     return F.embedding_bag(step.bags, targets.flatten(0, 1), step.begins, mode="sum",
                            per_sample_weights=weights.reshape(-1)).view(*weights.shape[:2], -1)
 
@@ -293,7 +299,9 @@ def _remembered(tiles: Tensor, states: Mapping[int, Tensor], step: DeltaStep) ->
 
 
 class _Blocks(NamedTuple):
-    """keys    [b, key heads, B, k]
+    """What the blocks' keys give.
+
+    keys    [b, key heads, B, k]
     gates   [b, heads, B]: log G
     ratios  [b, heads, B, B]: G(t)/G(j) on and below the diagonal, 0 above
     betas   [b, heads, B, 1]

@@ -33,7 +33,7 @@ class KeysValues:
     window: int | None = None
 
     def rows(self, capacity: int, tentative: int) -> int:
-        """That a session of ``capacity`` rows holds at most, ``tentative`` of them uncommitted."""
+        """Return how many rows a session of ``capacity`` rows holds at most, ``tentative`` of them uncommitted."""
         return capacity if self.window is None else min(capacity, window_rows(self.window, tentative))
 
     @property
@@ -50,12 +50,12 @@ class KeysValues:
         return KVArena(layers, self.kv_heads, self.head_dim, dtype, device, self.cache_bits, rows, self.window)
 
     def row_bytes(self, width: int) -> int:
-        """Of one row in one layer; ``width``: bytes of a value in the compute dtype."""
+        """Return the bytes of one row in one layer; ``width``: bytes of a value in the compute dtype."""
         return row_bytes(self.kv_heads, self.head_dim, width, self.cache_bits)
 
     def inputs(self, parts: Sequence[Part], index: int, dtype: torch.dtype, device: torch.device, step: int
                ) -> tuple[Any, Mask]:
-        """The caches, and what the rows see of them."""
+        """Return the caches, and what the rows see of them."""
         masks = [self._mask(part, part.cache.parts[index], dtype, device, step) for part in parts]
         caches: list[Any] = [part.cache.parts[index] for part in parts]
         if len(parts) == 1:
@@ -69,12 +69,12 @@ class KeysValues:
         return PathMask(part.mask, cache.first, self.window, dtype, device, step)
 
     def shared_mask(self, visible: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> SharedMask:
-        """``visible`` [n, m]: which of the columns each row of a pass sees."""
+        """Make a mask from ``visible`` [n, m]: which of the columns each row of a pass sees."""
         return SharedMask(visible, self.groups, dtype, device)
 
 
 def layer_kinds(config: DecoderConfig, cache_bits: CacheBits = "16bit") -> list[KeysValues | GatedDelta]:
-    """Of every layer of a model."""
+    """Return the kind of every layer of a model."""
     heads = config.num_key_value_heads
     return [GatedDelta.from_config(config) if layer_type == "linear_attention" else
             KeysValues(heads, config.num_attention_heads // heads, config.head_dim, cache_bits,
@@ -83,7 +83,7 @@ def layer_kinds(config: DecoderConfig, cache_bits: CacheBits = "16bit") -> list[
 
 
 def by_kind(kinds: Iterable[CacheKind], first: int = 0) -> dict[CacheKind, list[int]]:
-    """The layers of each kind, counted from ``first``, in the order of their first layers."""
+    """Return the layers of each kind, counted from ``first``, in the order of their first layers."""
     layers_of: dict[CacheKind, list[int]] = {}
     for layer, kind in enumerate(kinds, first):
         layers_of.setdefault(kind, []).append(layer)

@@ -61,7 +61,7 @@ class KVArena:
 
     @property
     def _caches(self) -> list[KVCache]:
-        """In the order of their ranges."""
+        """The caches in the order of their ranges."""
         return sorted(self._live, key=lambda cache: (cache.start, cache.capacity))
 
     @property
@@ -74,7 +74,10 @@ class KVArena:
         return max(0, occupied + capacity - self.rows)
 
     def take(self, capacity: int) -> KVCache:
-        """An empty cache.  May move the other caches' rows."""
+        """Return an empty cache.
+
+        May move the other caches' rows.
+        """
         if self._gap(capacity) is None:
             self._resize(self.rows + self.missing(capacity))
             self._compact()
@@ -114,7 +117,7 @@ class KVArena:
         self._live.remove(cache)
 
     def _gap(self, capacity: int) -> int | None:
-        """The first slot of the first free range of ``capacity`` slots."""
+        """Return the first slot of the first free range of ``capacity`` slots."""
         caches = self._caches
         starts = [0, *(cache.start + cache.capacity for cache in caches)]
         stops = [*(cache.start for cache in caches), self.rows]
@@ -152,7 +155,7 @@ class KVArena:
             cache.start = start
 
     def move(self, steps: Sequence[tuple[int, int, int]]) -> None:
-        """In every layer, one after another: ``rows`` rows from slot ``source`` to ``target``."""
+        """Move rows in every layer, one step after another: ``rows`` rows from slot ``source`` to ``target``."""
         for layer in self.layers:
             for source, target, rows in steps:
                 layer[:, target:target + rows] = layer[:, source:source + rows].clone()
@@ -166,7 +169,7 @@ class KVCache:
     """
 
     def __init__(self, arena: KVArena, start: int, capacity: int) -> None:
-        """``start``: first slot in the arena, which changes it."""
+        """Set up an empty cache; ``start``: first slot in the arena, which changes it."""
         self.start = start
         self.capacity = capacity
         self.first = 0
@@ -216,7 +219,7 @@ class KVCache:
         return self.read(layer_idx, width)
 
     def read(self, layer_idx: int, width: int) -> Tensor:
-        """The layer's first ``width`` slots: [2, width, kv_heads, head_dim] in the layers' dtype."""
+        """Return the layer's first ``width`` slots: [2, width, kv_heads, head_dim] in the layers' dtype."""
         return self._decode(self._slots(layer_idx, width))
 
     def _slots(self, layer_idx: int, count: int) -> Tensor:
@@ -248,7 +251,7 @@ class KVCache:
 
     @torch.inference_mode()
     def commit(self, rows: int) -> None:
-        """The session's first ``rows`` rows are text: a window drops those that no later row sees."""
+        """Make the session's first ``rows`` rows text: a window drops those that no later row sees."""
         window = self._arena.window
         if window is None or rows - self.first <= window - 1 + 2 * SLACK:
             return
@@ -265,7 +268,7 @@ class KVCache:
             self._drop(first)
 
     def _drop(self, first: int) -> None:
-        """The rows before ``first``, if it holds any."""
+        """Drop the rows before ``first``, if the cache holds any."""
         dropped = first - self.first
         if dropped <= 0:
             return
@@ -274,7 +277,7 @@ class KVCache:
         self._length -= dropped
 
     def _shift(self, source: int, target: int, rows: int) -> None:
-        """In all layers, to lower slots."""
+        """Move rows to lower slots, in all layers."""
         self._arena.move([(source + lo, target + lo, min(_MOVED, rows - lo))
                           for lo in range(0, rows, _MOVED)])
 
@@ -289,7 +292,7 @@ class KVCache:
 
     @torch.inference_mode()
     def truncate(self, rows: int) -> None:
-        """ProtocolError if a window has dropped rows that the next one sees."""
+        """Keep the first ``rows`` rows; ProtocolError if a window has dropped rows that the next one sees."""
         if self._apart and rows == self._snapshot:
             self.first, self._length = rows - self._apart, self._apart
         else:
@@ -299,7 +302,7 @@ class KVCache:
         self._apart = self._snapshot = 0
 
     def snapshot_at(self, rows: int) -> None:
-        """ProtocolError as for ``truncate``."""
+        """Note a snapshot after ``rows`` rows, to which ``truncate`` can return; ProtocolError as there."""
         if self._arena.window is not None:
             self._check(rows)
             self._snapshot = rows
@@ -332,8 +335,10 @@ def window_rows(window: int, tentative: int) -> int:
 
 
 def window_reusable(window: int, text: int, limit: int, snapshot: int) -> int:
-    """The most rows, up to ``limit``, to which a cache that has up to ``text`` rows of a text can surely be
-    cut; 0: none."""
+    """Return the most rows, up to ``limit``, to which a cache can surely be cut; 0: none.
+
+    The cache has up to ``text`` rows of a text.
+    """
     if text <= window - 1 + 2 * SLACK or text - limit <= SLACK:
         return limit
     return snapshot if snapshot <= limit else 0
@@ -360,7 +365,7 @@ class KVPass:
         self._cache, self._slots, self._width = cache, slots, width
 
     def write(self, rows: Tensor, layer_idx: int) -> Tensor:
-        """As :meth:`KVCache.write`."""
+        """Write rows as :meth:`KVCache.write`."""
         return self._cache.write_to(self._slots, rows, layer_idx, self._width)
 
 
@@ -378,11 +383,11 @@ def in_int8(values: Tensor) -> Tensor:
 
 
 def from_int8(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values that ``in_int8`` kept: [..., d] in ``dtype``."""
+    """Return the values that ``in_int8`` kept: [..., d] in ``dtype``."""
     scales = stored[..., -_SCALE:].contiguous().view(torch.bfloat16)
     return stored[..., :-_SCALE].to(dtype) * scales.to(dtype)
 
 
 def row_bytes(kv_heads: int, head_dim: int, width: int, cache_bits: CacheBits) -> int:
-    """Of one row's keys and values in one layer; ``width``: bytes of a value in the compute dtype."""
+    """Return the bytes of one row's keys and values in one layer; ``width``: of a value in the compute dtype."""
     return 2 * kv_heads * (head_dim + _SCALE if cache_bits == "int8" else head_dim * width)

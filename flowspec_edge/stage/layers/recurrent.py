@@ -57,20 +57,26 @@ class GatedDelta(DeltaShape):
         return 0
 
     def session_bytes(self, tentative: int, width: int) -> int:
-        """That a session takes in a layer, its snapshots included, unless very late prunes leave more
-        entries."""
+        """Return the bytes that a session takes in a layer, its snapshots included.
+
+        It can take more if very late prunes leave more entries.
+        """
         entries = min(tentative, _EXPECTED) + 3 * BLOCK  # two blocks of text, and a snapshot's rest
         return (3 + _MAX_SNAPSHOTS) * self.state_bytes(width) + entries * self.entry_bytes(width)
 
     def request_bytes(self, width: int) -> int:
-        """In a layer, for each request at once: its session, and the snapshots of texts that were retained,
-        one of them near the prompt's end."""
+        """Return the bytes in a layer for each request at once.
+
+        They are its session, and the snapshots of texts that were retained, one of them near the prompt's end.
+        """
         retained = (REUSABLE + 1) * self.state_bytes(width) + BLOCK * self.entry_bytes(width)
         return self.session_bytes(_EXPECTED, width) + (SESSIONS - 1) * retained
 
     def read_bytes(self) -> int:
-        """By a pass of a layer: two states, since rows lie on both sides of a block's end, and the blocks' keys, which
-        are gathered."""
+        """Return the bytes that a pass of a layer reads.
+
+        They are two states, since rows lie on both sides of a block's end, and the blocks' keys, which are gathered.
+        """
         keys = 2 * BLOCK * 4 * self.key_heads * self.key_width
         return 2 * self.state_bytes(0) + _USUAL * (self.entry_bytes(0) + keys)
 
@@ -105,7 +111,7 @@ class RecurrentPass:
         self._parts, self._kind = parts, kind
 
     def recurrent(self, layer_idx: int) -> Iterator[tuple[slice, RecurrentLayer | None]]:
-        """The rows of each part and what it keeps of the layer; None for those that have ended."""
+        """Yield the rows of each part and what it keeps of the layer; None for those that have ended."""
         start = 0
         for part in self._parts:
             layer = None if part.ended else _recurrent_cache(part, self._kind).layers[layer_idx]
@@ -134,7 +140,7 @@ class RecurrentArena:
         return sum(cache.nbytes for cache in self._caches)
 
     def missing(self, capacity: int, existing: RecurrentCache | None = None) -> int:
-        """In entries' bytes, also for the states of a new session."""
+        """Return what is missing, in entries' bytes, also for the states of a new session."""
         if existing is not None:
             return 0
         width = self._dtype.itemsize
@@ -275,5 +281,5 @@ class RecurrentCache:
         return mask[:, self.first:]
 
     def rows(self) -> dict[int, Tensor]:
-        """The states."""
+        """Return the states."""
         return {index: layer.state for index, layer in self.layers.items()}

@@ -1,5 +1,9 @@
-"""What a recurrent layer keeps of a session: its state after the folded rows, an entry for each other row
-(:mod:`delta_rule`), and one state behind a block of these."""
+"""What a recurrent layer keeps of a session.
+
+It keeps its state after the folded rows, an entry for each other row (:mod:`delta_rule`), and one state behind a
+block
+of these.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ class LayerSnapshot(NamedTuple):
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """kernel  rows that enter the convolution"""
+    """The shape of a recurrent layer; ``kernel``: rows that enter the convolution."""
 
     key_heads: int
     heads: int
@@ -57,22 +61,27 @@ class DeltaShape:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values of all heads."""
+        """Channels of the convolution: queries, keys and values of all heads."""
         return 2 * self.key_heads * self.key_width + self.heads * self.value_width
 
     def state_bytes(self, width: int) -> int:
-        """Of a layer's state, however long the text is; ``width``: bytes of a value in the compute dtype."""
+        """Return the bytes of a layer's state, however long the text is.
+
+        ``width``: bytes of a value in the compute dtype.
+        """
         return 4 * self.heads * self.key_width * self.value_width + (self.kernel - 1) * self.channels * width
 
     def entry_bytes(self, width: int) -> int:
-        """Of a row that is not folded, in a layer."""
+        """Return the bytes of a row that is not folded, in a layer."""
         return 4 * (self.key_heads * self.key_width + self.heads * (self.value_width + 2)
                     ) + self.channels * width
 
 
 @dataclass(frozen=True, eq=False)
 class DeltaPass:
-    """extra_state  the key of the state that the layers keep beside their own
+    """What a pass' rows read.
+
+    extra_state  the key of the state that the layers keep beside their own
     ancestors    [n, kernel] int64: which inputs enter each row's convolution, its own last
     """
 
@@ -82,7 +91,9 @@ class DeltaPass:
 
 
 class RecurrentLayer:
-    """state  [heads, k, v] float32: behind the folded rows; replaced, never changed in place
+    """A session's states and entries in one layer.
+
+    state  [heads, k, v] float32: behind the folded rows; replaced, never changed in place
     ahead  the same behind the block that the last pass's plan names
     """
 
@@ -116,7 +127,7 @@ class RecurrentLayer:
         self._inputs = self._inputs[:self._before].clone()
 
     def make_room(self, entries: int) -> None:
-        """For at least so many."""
+        """Make room for at least so many entries."""
         room = len(self._entries.keys)
         if entries > room:
             more = max(_ROOM, entries - room, room)
@@ -147,7 +158,7 @@ class RecurrentLayer:
         self._pass = current
 
     def update(self, inputs: Tensor, weight: Tensor, log_decays: Tensor, betas: Tensor) -> Tensor:
-        """The pass's outputs [n, heads, v] float32.
+        """Return the pass's outputs [n, heads, v] float32.
 
         inputs             [n, channels] of the convolution, whose ``weight`` is [channels, kernel]
         log_decays, betas  [n, heads] float32
@@ -192,7 +203,7 @@ class RecurrentLayer:
         self._move(0, slice(count, self._length))
 
     def keep(self, first: int, moved: Tensor) -> None:
-        """Of the entries from ``first`` on, those in the slots ``moved``, increasing."""
+        """Keep, of the entries from ``first`` on, those in the slots ``moved``, increasing."""
         self._move(first, moved)
 
     def _move(self, first: int, slots: slice | Tensor) -> None:
@@ -204,17 +215,21 @@ class RecurrentLayer:
 
 @cache
 def _norms(kind: DeltaShape, device: torch.device) -> HeadNorms:
-    """Of queries, divided by sqrt(k), and keys: of length 1, but for the term that transformers adds to the
-    sum of squares, so that zeros stay finite."""
+    """Make the norms of queries, divided by sqrt(k), and keys.
+
+    They have length 1, but for the term that transformers adds to the sum of squares, so that zeros stay finite.
+    """
     weights = torch.full((2 * kind.key_heads, kind.key_width), kind.key_width**-0.5, device=device)
     weights[: kind.key_heads] *= kind.key_width**-0.5
     return HeadNorms(weights, 1e-6 / kind.key_width)
 
 
 def last_ancestors(visible: NDArray[np.bool_], kernel: int) -> NDArray[np.int64]:
-    """[n, kernel] int64: the columns of each row's last ancestors, oldest first, and its own, where ``visible``
-    [n, m + n] says what it sees of m entries and the n rows.  Columns begin behind ``kernel - 1`` rows of
-    the text, into which they fall for a row with fewer ancestors."""
+    """Return the columns of each row's last ancestors, oldest first, and its own: [n, kernel] int64.
+
+    ``visible`` [n, m + n] says what a row sees of m entries and the n rows.  Columns begin behind ``kernel - 1`` rows
+    of the text, into which they fall for a row with fewer ancestors.
+    """
     n, before = len(visible), kernel - 1
     m = visible.shape[1] - n
     ancestors = np.empty((n, kernel), dtype=np.int64)

@@ -50,32 +50,40 @@ class LayerCache(Protocol):
         """Add the rows that every layer has just written; a pass that does not end so leaves no trace."""
 
     def commit(self, rows: int) -> None:
-        """The session's first ``rows`` rows are text now, at least as many as before."""
+        """Make the session's first ``rows`` rows text, at least as many as before."""
 
     def keep(self, mask: Bool) -> None:
         """Drop the held rows where ``mask`` [len] is False."""
 
     def retain(self, rows: int) -> None:
         """All held rows are text, of ``rows`` rows, and no more are to come until the arena widens the cache.
-        ProtocolError if it would be cut where its kind cannot go on from (``reusable``)."""
+
+        ProtocolError if it would be cut where its kind cannot go on from (``reusable``).
+        """
 
     def truncate(self, rows: int) -> None:
-        """Only the first ``rows`` rows of the text, as many as its kind's ``reusable`` permits.
-        ProtocolError for others."""
+        """Keep only the first ``rows`` rows of the text, as many as its kind's ``reusable`` permits.
+
+        ProtocolError for others.
+        """
 
     def snapshot_at(self, rows: int) -> None:
-        """Keep what a session needs that begins with the text's first ``rows`` rows, however far this one
-        goes; no more rows than these are text yet.  ProtocolError if that is gone already."""
+        """Keep what a session needs that begins with the text's first ``rows`` rows, however far this one goes.
+
+        No more rows than these are text yet. ProtocolError if that is gone already.
+        """
 
     def fill(self, rows: int) -> None:
         """Make an empty cache look as if it held a text of ``rows`` rows of zeros."""
 
     def visible(self, mask: Bool, positions: Int32, columns: Int32) -> Bool:
-        """Of ``mask`` [n, m + n], what the pass's rows see here: [n, len + n].  ``positions`` [n], and of
-        all columns [m + n]."""
+        """Return what the pass's rows see here, [n, len + n], of ``mask`` [n, m + n].
+
+        ``positions`` [n], and of all columns [m + n].
+        """
 
     def rows(self) -> dict[int, Tensor]:
-        """What is held by layer, for tests and measurements."""
+        """Return what is held by layer, for tests and measurements."""
 
 
 class LayerArena(Protocol):
@@ -91,7 +99,7 @@ class LayerArena(Protocol):
         """Rows by which it must grow for a cache, or ``existing``, to hold ``capacity``."""
 
     def take(self, capacity: int) -> Any:
-        """An empty LayerCache."""
+        """Return an empty LayerCache."""
 
     def widen(self, cache: Any, capacity: int) -> None:
         """Let ``cache`` hold up to ``capacity`` rows, at least as many as now."""
@@ -114,19 +122,24 @@ class CacheKind(Hashable, Protocol):
         """
 
     def reusable(self, text: int, limit: int, snapshot: int) -> int:
-        """The most rows, up to ``limit``, from which a session can go on whose text has ``text`` rows and a
-        snapshot after ``snapshot`` of them; 0: none."""
+        """Return the most rows, up to ``limit``, from which a session can go on; 0: none.
+
+        Its text has ``text`` rows, and a snapshot after ``snapshot`` of them (0: none).
+        """
 
     def arena(self, layers: Sequence[int], dtype: torch.dtype, device: torch.device, rows: int) -> LayerArena:
         """Memory for ``rows`` rows of ``layers``, indexes in the whole model."""
 
     def row_bytes(self, width: int) -> int:
-        """Of one row in one layer; ``width``: bytes of a value in the compute dtype."""
+        """Return the bytes of one row in one layer; ``width``: bytes of a value in the compute dtype."""
 
     def inputs(self, parts: Sequence[Any], index: int, dtype: torch.dtype, device: torch.device, step: int
                ) -> tuple[Any, Any]:
-        """What the layers take in a pass over ``parts``, whose caches have this kind's as ``parts[index]``:
-        (cache, mask).  ``step``: rows of the pass are padded to a multiple of it."""
+        """Return what the layers take in a pass over ``parts``: (cache, mask).
+
+        The parts' caches have this kind's as ``parts[index]``.  ``step``: rows of the pass are padded to a multiple
+        of it.
+        """
 
 
 class StageCache:
@@ -156,12 +169,12 @@ class StageCache:
         return self._positions[: self._length]
 
     def rows(self) -> list[Tensor]:
-        """What each layer holds, in the order of the layers."""
+        """Return what each layer holds, in the order of the layers."""
         by_layer = {layer: tensor for part in self.parts for layer, tensor in part.rows().items()}
         return [by_layer[layer] for layer in sorted(by_layer)]
 
     def slots(self, numbers: Int32) -> NDArray[np.int64] | None:
-        """The indexes [n] of ``numbers`` [n], increasing; None if one is missing."""
+        """Return the indexes [n] of ``numbers`` [n], increasing; None if one is missing."""
         cached = self.numbers
         at = cached.searchsorted(numbers)
         if len(at) and (at.max() >= len(cached) or (cached[at] != numbers).any() or (at[1:] <= at[:-1]).any()):
@@ -213,7 +226,7 @@ class StageCache:
         return dropped
 
     def commit(self, rows: int) -> None:
-        """The first ``rows`` rows are text."""
+        """Make the first ``rows`` rows text."""
         self.committed = rows
         for part in self.parts:
             part.commit(rows)
@@ -229,20 +242,23 @@ class StageCache:
         self.renumber(self._length)
 
     def snapshot_at(self, rows: int) -> None:
-        """A later session is to begin with the text's first ``rows`` rows.  ProtocolError if it cannot."""
+        """Take a snapshot after the text's first ``rows`` rows, with which a later session is to begin.
+
+        ProtocolError if it cannot.
+        """
         if rows < self.committed:
             raise ProtocolError(f"a snapshot after {rows} rows comes too late for a text of {self.committed}")
         for part in self.parts:
             part.snapshot_at(rows)
 
     def renumber(self, capacity: int) -> None:
-        """The rows from 0, with room for ``capacity``, which the memory has."""
+        """Renumber the rows from 0, with room for ``capacity``, which the memory has."""
         self.capacity = capacity
         self._numbers = np.arange(capacity, dtype=np.int32)
         self._positions = np.arange(capacity, dtype=np.int32)
 
     def truncate(self, rows: int) -> None:
-        """Only the first ``rows`` rows of a text."""
+        """Keep only the first ``rows`` rows of a text."""
         self._length = self.committed = rows
         for part in self.parts:
             part.truncate(rows)
@@ -302,8 +318,10 @@ class StageMemory:
                    for (kind, arena), part in zip(self.arenas.items(), parts, strict=True))
 
     def take(self, capacity: int, tentative: int) -> StageCache:
-        """An empty cache for ``capacity`` rows, of which ``tentative`` may be uncommitted.  May move the
-        other caches' rows."""
+        """Return an empty cache for ``capacity`` rows, of which ``tentative`` may be uncommitted.
+
+        May move the other caches' rows.
+        """
         parts: list[LayerCache] = []
         try:
             for kind, arena in self.arenas.items():
@@ -326,8 +344,10 @@ class StageMemory:
 
 
 def reusable(kinds: Iterable[CacheKind], text: int, limit: int, snapshot: int = 0) -> int:
-    """Rows, at most ``limit``, from which every kind's layers can go on if the text has ``text`` rows and a
-    snapshot was taken after ``snapshot`` (0: none)."""
+    """Return the rows, at most ``limit``, from which every kind's layers can go on.
+
+    The text has ``text`` rows, and a snapshot was taken after ``snapshot`` of them (0: none).
+    """
     distinct, rows = set(kinds), limit
     while (fewer := min((kind.reusable(text, rows, snapshot) for kind in distinct), default=rows)) < rows:
         rows = fewer

@@ -31,7 +31,7 @@ _MIDDLE = 8
 
 
 def importer(config: Mapping[str, Any]) -> Importer | None:
-    """What repacks a checkpoint with such a config.json; None without quantisation.
+    """Return what repacks a checkpoint with such a config.json; None without quantisation.
 
     UsageError for an unsupported method, format or number of bits.
     """
@@ -80,7 +80,10 @@ class Importer(ABC):
         self.group = DEFAULT_GROUP if group_size == -1 else max(dividing)
 
     def names(self, prefix: str, checkpoint: Container[str]) -> list[str]:
-        """The weight tensors of a linear; none if it is in 16 bits.  FlowspecError if one is missing."""
+        """Return the weight tensors of a linear; none if it is in 16 bits.
+
+        FlowspecError if one is missing.
+        """
         if f"{prefix}.qweight" not in checkpoint:
             return []
         required = [f"{prefix}.{suffix}" for suffix in self.suffixes]
@@ -99,7 +102,7 @@ class Importer(ABC):
         yield self.convert(checkpoint.tensors(self.names(prefix, checkpoint)), rows, columns)
 
     def convert(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> dict[str, Tensor]:
-        """The linear [rows, columns] in the layout of ``scheme("int4", self.group)``.
+        """Return the linear [rows, columns] in the layout of ``scheme("int4", self.group)``.
 
         ``tensors`` are those of ``names``, by full name or by suffix.  FlowspecError that names a tensor of
         another shape; UsageError for groups that do not fit.
@@ -158,7 +161,10 @@ class AwqImporter(Importer):
 
 
 class GptqImporter(Importer):
-    """``zeros_less_one``: the file holds z - 1 in four bits, so that 15 stands for 0."""
+    """Repacks GPTQ's matrices.
+
+    ``zeros_less_one``: the file holds z - 1 in four bits, so that 15 stands for 0.
+    """
 
     optional = ("g_idx",)
 
@@ -186,6 +192,6 @@ class GptqImporter(Importer):
 
 
 def _nibbles(words: Tensor) -> Tensor:
-    """The eight numbers 0..15 in each int32, lowest bits first: uint8 [..., 8]."""
+    """Return the eight numbers 0..15 in each int32, lowest bits first: uint8 [..., 8]."""
     pairs = words.contiguous().view(torch.uint8).view(*words.shape, 4)  # little-endian, as files and CPUs are
     return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2)

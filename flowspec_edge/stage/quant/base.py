@@ -62,8 +62,9 @@ class QuantLinear(nn.Module, ABC):
     @torch.no_grad()
     def fill(self, stored: Mapping[str, Tensor], bias: Tensor | None = None, first: int = 0,
              rows: int | None = None) -> None:
-        """Pack ``stored`` and ``bias``, a slice of rows at a time; they have ``rows`` rows (None: all) from
-        ``first`` on, a multiple of ``ROW_BLOCK``.
+        """Pack ``stored`` and ``bias``, a slice of rows at a time.
+
+        They have ``rows`` rows (None: all) from ``first`` on, a multiple of ``ROW_BLOCK``.
 
         FlowspecError unless names, shapes and dtypes are those of ``Scheme.stored`` and a bias is given
         exactly if the module has one.
@@ -108,7 +109,7 @@ class QuantLinear(nn.Module, ABC):
         self.register_buffer(name, value, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
-        """Does nothing: the packing fits one device and dtype, and casting would change the scales."""
+        """Do nothing: the packing fits one device and dtype, and casting would change the scales."""
         return self
 
     def extra_repr(self) -> str:
@@ -138,7 +139,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def fits(self, rows: int, columns: int) -> int | None:
-        """The group size for this shape; None if the matrix must stay in 16 bits."""
+        """Return the group size for this shape; None if the matrix must stay in 16 bits."""
 
     @abstractmethod
     def stored(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -146,7 +147,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def quantise(self, weight: Tensor) -> dict[str, Tensor]:
-        """The stored tensors of ``weight`` [n, columns] of any floating type, on its device.
+        """Return the stored tensors of ``weight`` [n, columns] of any floating type, on its device.
 
         Rows are independent, so slices can be quantised one by one.  FlowspecError for values that are not
         finite.
@@ -159,7 +160,10 @@ class Scheme(ABC):
     @abstractmethod
     def linear(self, rows: int, columns: int, bias: bool, dtype: torch.dtype,
                device: torch.device | str = "cpu") -> QuantLinear:
-        """An unfilled module; ``dtype`` is that of activations.  UsageError for an unsupported shape."""
+        """Return an unfilled module; ``dtype`` is that of activations.
+
+        UsageError for an unsupported shape.
+        """
 
     def joins(self, parts: Sequence[int], columns: int) -> bool:
         """Whether one matrix can hold those of so many rows each."""
@@ -174,7 +178,7 @@ class Scheme(ABC):
         return sum(prod(shape) * dtype.itemsize for shape, dtype in self.stored(rows, columns).values())
 
     def group_of(self, rows: int, columns: int) -> int:
-        """``fits``, with a UsageError instead of None."""
+        """Return what ``fits`` returns, with a UsageError instead of None."""
         group = self.fits(rows, columns)
         if group is None:
             raise UsageError(f"{self.kind} cannot hold a matrix of {rows} x {columns}: keep it in 16 bits")
@@ -189,6 +193,6 @@ def slices(rows: int, columns: int, weights: int = _SLICE_WEIGHTS) -> Iterator[t
 
 
 def require_finite(weight: Tensor) -> None:
-    """FlowspecError unless ``weight`` is finite: an infinite scale would ruin its group."""
+    """Raise FlowspecError unless ``weight`` is finite: an infinite scale would ruin its group."""
     if not bool(torch.isfinite(weight).all()):
         raise FlowspecError("a weight is infinite or not a number: the checkpoint is damaged")

@@ -34,7 +34,7 @@ Pairs = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def pairs_by_operations(order: Tensor, codes: Tensor, both: Tensor, shift: Tensor) -> Tensor:
-    """What :data:`_PAIR` computes, in a dozen passes over memory."""
+    """Return what :data:`_PAIR` computes, in a dozen passes over memory."""
     scale, zero = (both << 16).view(torch.float32), (both & -65536).view(torch.float32)
     weights = [(((codes >> by) & 15) - 8).float().mul(scale).add_(zero) for by in (shift, shift + 16)]
     return torch.stack(weights, -1).to(torch.bfloat16).contiguous().view(torch.int32).squeeze(-1)
@@ -48,7 +48,7 @@ def _pairs_at_once() -> Pairs:
 
 
 def rows_of_tiles(packed: Tensor, scales_zeros: Tensor, group: int, pairs: Pairs | None = None) -> Tensor:
-    """The weights of rows in the GPU's layout, in bfloat16: [rows, columns].
+    """Return the weights of rows in the GPU's layout, in bfloat16: [rows, columns].
 
     packed        [rows / 8, runs, 32, words], int32: of each tile of rows and run of columns, lane by lane
     scales_zeros  [columns / group, rows, 2]
@@ -68,8 +68,10 @@ def rows_of_tiles(packed: Tensor, scales_zeros: Tensor, group: int, pairs: Pairs
 
 
 def _order(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """A tensor of ``shape`` whose strides fall: results of several operands lie in memory as the first one's.  Its
-    elements share a few bytes."""
+    """Return a tensor of ``shape`` whose strides fall: results of several operands lie in memory as the first one's.
+
+    Its elements share a few bytes.
+    """
     strides = tuple(range(len(shape), 0, -1))
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     return torch.zeros(last + 1, dtype=torch.int32, device=device).as_strided(shape, strides)

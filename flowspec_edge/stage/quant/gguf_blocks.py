@@ -112,5 +112,5 @@ def _half(data: Tensor) -> Tensor:
 
 
 def _halves(data: Tensor) -> Tensor:
-    """The lower halves of all bytes in a block, then the upper halves."""
+    """Return the lower halves of all bytes in a block, then the upper halves."""
     return torch.cat((data & 15, data >> 4), dim=-1)

@@ -47,7 +47,7 @@ def expanding(allowed: bool) -> Iterator[None]:
 
 
 class GroupedScheme(Scheme):
-    """``group`` weights of a row, or fewer if that does not divide the row, share a scale and a zero.
+    """Storage in which ``group`` weights of a row share a scale and a zero, or fewer if that does not divide the row.
 
     UsageError for a group that no kernel supports.
     """
@@ -99,7 +99,7 @@ class GroupedScheme(Scheme):
 
 
 def kernel(dtype: torch.dtype, device: torch.device) -> Literal["cpu", "cuda"] | None:
-    """The int4 kernel for activations of ``dtype``; None if weights are expanded."""
+    """Return the int4 kernel for activations of ``dtype``; None if weights are expanded."""
     if device.type == "cpu" and dtype == torch.bfloat16:
         return "cpu"
     if (device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
@@ -109,12 +109,12 @@ def kernel(dtype: torch.dtype, device: torch.device) -> Literal["cpu", "cuda"] |
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """The codes 0..15 in ``packed``: uint8 [n, k]."""
+    """Return the codes 0..15 in ``packed``: uint8 [n, k]."""
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
 
 
 def expand(packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    """The weights in float32: [n, k]."""
+    """Return the weights in float32: [n, k]."""
     rows, groups = scales.shape
     weights = torch.empty((rows, packed.shape[1], 2), dtype=torch.float32, device=packed.device)
     weights[..., 0] = packed & 15
@@ -125,8 +125,11 @@ def expand(packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 
 
 class GroupedLinear(QuantLinear):
-    """``expands_from``: rows from which on a product multiplies weights that it has expanded to 16 bits, where
-    :func:`expanding` lets it; None: it never does."""
+    """A linear whose weights are quantised in groups.
+
+    ``expands_from``: rows from which on a product multiplies weights that it has expanded to 16 bits, where
+    :func:`expanding` lets it; None: it never does.
+    """
 
     row_dims: ClassVar[Mapping[str, int]] = {"scales_zeros": 1}
     expands_from: int | None = None
@@ -143,10 +146,10 @@ class GroupedLinear(QuantLinear):
 
     @abstractmethod
     def product(self, x: Tensor) -> Tensor:
-        """x Wᵀ for x [n, in_features], n at least 1."""
+        """Multiply x Wᵀ for x [n, in_features], n at least 1."""
 
     def expanded_product(self, x: Tensor) -> Tensor:
-        """The same with the weights in 16 bits, a slice at a time."""
+        """Return the same with the weights in 16 bits, a slice at a time."""
         return self.product(x)
 
 
@@ -258,8 +261,10 @@ _TILE, _LANES = 8, 4  # rows of a tile of the GPU's layout, and lanes of a row i
 
 
 def packed_rows(packed: Tensor, ids: Tensor) -> Tensor:
-    """Rows ``ids``, a multiple of 8, of a matrix in the GPU's layout, as a matrix in it: each of a tile's 32 lanes
-    holds weights of one row, of lane / 4."""
+    """Return rows ``ids``, a multiple of 8, of a matrix in the GPU's layout, as a matrix in it.
+
+    Each of a tile's 32 lanes holds weights of one row, of lane / 4.
+    """
     tiles, runs, lanes, words = packed.shape
     by_row = packed.view(tiles, runs, _TILE, _LANES * words)
     rows = by_row[ids // _TILE, :, ids % _TILE].view(-1, _TILE, runs, _LANES * words)
@@ -335,7 +340,7 @@ class _Fit:
         self._work = torch.empty_like(w)
 
     def codes(self, scale: Tensor, zero: Tensor) -> Tensor:
-        """The nearest codes 0..15, [m, g], in a buffer that the next call reuses."""
+        """Return the nearest codes 0..15, [m, g], in a buffer that the next call reuses."""
         # w * (1 / scale) + (8 - zero / scale) in two passes: a fused torch operation is several times slower.
         inverse = torch.where(scale > 0, 1 / scale, 0)
         offset = _MIDDLE - zero * inverse

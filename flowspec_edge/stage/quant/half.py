@@ -25,8 +25,10 @@ class HalfLinear(nn.Module):
     """y = x Wᵀ + b for x [..., in_features] in float32, with W packed in float16."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """``weight`` [n, k] of any floating type, which is not kept.  FlowspecError if float16 does not hold a
-        value."""
+        """Round ``weight`` [n, k] of any floating type, which is not kept.
+
+        FlowspecError if float16 does not hold a value.
+        """
         super().__init__()
         self.out_features, self.in_features = weight.shape
         least, most = (bound.item() for bound in torch.aminmax(weight))

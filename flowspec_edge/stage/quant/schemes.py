@@ -43,7 +43,7 @@ _CODES = ("packed", "qweight")  # what differs between the planes' modules
 
 
 class Int8Scheme(Scheme):
-    """``group``: as for int4."""
+    """Storage in 8 bits; ``group``: as for int4."""
 
     kind: Kind = "int8"
 
@@ -115,7 +115,7 @@ _MINIMUM = "0.49"  # the first version with both kinds on CPUs and on GPUs
 
 @cache
 def library() -> Any:
-    """The package bitsandbytes; UsageError if it is missing or does not load."""
+    """Return the package bitsandbytes; UsageError if it is missing or does not load."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about backends that are not used
@@ -163,8 +163,12 @@ class BnbScheme(Scheme):
         return weights
 
     def caveat(self, dtype: torch.dtype, capability: tuple[int, int]) -> str:
-        """For more than 4 rows the library expands the whole matrix first on an Orin, which takes longer than a
-        product with fp16 weights."""
+        """Return what to know of a product's speed on a GPU; "" for nothing.
+
+        For more than 4 rows the library expands the whole matrix first on an Orin, which takes longer than a
+        product with
+        fp16 weights.
+        """
         if capability != ORIN:
             return ""
         return (f"{self.kind} on a GPU of compute capability 8.7: bitsandbytes unpacks the whole matrix for "
@@ -197,7 +201,7 @@ class BnbLinear(QuantLinear):
 
 
 def scheme(kind: Kind, group: int = DEFAULT_GROUP) -> Scheme:
-    """UsageError for an unknown kind or group, or without bitsandbytes.
+    """Return the scheme of this kind; UsageError for an unknown kind or group, or without bitsandbytes.
 
     int4      PyTorch's grouped int4; ``group``: 32, 64, 128 or 256 weights share a scale and a zero
     nf4, fp4  bitsandbytes, always in blocks of 64
@@ -214,8 +218,10 @@ def scheme(kind: Kind, group: int = DEFAULT_GROUP) -> Scheme:
 
 @dataclass(frozen=True)
 class LayerSchemes:
-    """How a model's decoder layers are stored: by ``usual``, but for the matrices ``eight`` (names without
-    ``.weight``), which are in int8."""
+    """How a model's decoder layers are stored.
+
+    Matrices are stored by ``usual``, but for ``eight`` (names without ``.weight``), which are in int8.
+    """
 
     usual: Scheme
     eight: frozenset[str] = frozenset()
@@ -226,19 +232,21 @@ class LayerSchemes:
 
 
 def head_scheme(bits: HeadBits) -> Scheme | None:
-    """Of lm_head; None for "16bit"."""
+    """Return the scheme of lm_head; None for "16bit"."""
     return None if bits == "16bit" else scheme(bits)
 
 
 def draft_scheme(lm_head: HeadBits) -> Scheme | None:
-    """Of draft heads beside such an lm_head (``sizes.draft_bits``)."""
+    """Return the scheme of draft heads beside such an lm_head (``sizes.draft_bits``)."""
     return head_scheme(draft_bits(lm_head))
 
 
 @torch.no_grad()
 def quantise_linears(module: nn.Module, scheme: Scheme, device: torch.device) -> None:
-    """Replace the linears of ``module`` whose shape the scheme takes; they compute on ``device``, in the
-    dtype of the weight that they replace.  Linears on the meta device stay."""
+    """Replace the linears of ``module`` whose shape the scheme takes.
+
+    They compute on ``device``, in the dtype of the weight that they replace. Linears on the meta device stay.
+    """
     for path in [path for path, part in module.named_modules() if isinstance(part, nn.Linear)]:
         linear = cast(nn.Linear, module.get_submodule(path))  # no list holds those that are replaced
         if scheme.fits(*linear.weight.shape) is None or any(p.is_meta for p in linear.parameters()):

@@ -19,7 +19,7 @@ Packed = Literal["int4", "int8"]
 
 
 def group_for(rows: int, columns: int, group: int) -> int | None:
-    """The largest group of at most ``group`` weights that a matrix can have; None: it must stay in 16 bits."""
+    """Return the largest group of at most ``group`` weights that a matrix can have; None: it must stay in 16 bits."""
     if rows % ROWS or not rows:
         return None
     return max((g for g in GROUPS if g <= group and columns % g == 0 and columns), default=None)
@@ -40,8 +40,10 @@ def factor_bytes(rank: int, rows: int, columns: int, width: int, packed: Packed 
 
 
 def rescored_bytes(tokens: int, rows: int, columns: int, width: int, packed: Packed | None) -> int:
-    """What looking up ``tokens`` rows of an lm_head [rows, columns] moves: they are read, and, from each of the pieces
-    in which it is in memory, written and read as a matrix."""
+    """Return the bytes that looking up ``tokens`` rows of an lm_head [rows, columns] moves.
+
+    The rows are read, and, from each of the pieces in which lm_head is in memory, written and read as a matrix.
+    """
     matrix = matrix_bytes(rows, columns, width, packed)
     pieces = -(-matrix // HEAD_BLOCK_BYTES)
     return round(tokens * matrix / rows * (1 + 2 * pieces))
@@ -57,7 +59,7 @@ def default_head_bits(dtype: ShardDtype) -> HeadBits:
 
 
 def draft_bits(lm_head: HeadBits) -> HeadBits:
-    """Of draft heads beside such an lm_head: 4, unless that has 16.
+    """Return the bits of draft heads beside such an lm_head: 4, unless that has 16.
 
     What drafts changes no token of the text, and every pass reads it.
     """

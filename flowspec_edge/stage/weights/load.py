@@ -23,7 +23,7 @@ _JOINED = ".joined.weight"  # of matrices that are side by side (``_join``)
 
 
 def schemes_of(model: OpenModel) -> LayerSchemes | None:
-    """Of a model whose layers' matrices are stored in 4 bits, or some in 8, else None."""
+    """Return the schemes of a model whose layers' matrices are stored in 4 bits, or some in 8, else None."""
     quantisation = model.manifest.quantisation if model.manifest else None
     if quantisation is None:
         return None
@@ -31,20 +31,25 @@ def schemes_of(model: OpenModel) -> LayerSchemes | None:
 
 
 def head_scheme_of(model: OpenModel) -> Scheme | None:
-    """The scheme of a model whose lm_head is stored in 8 or 4 bits, else None."""
+    """Return the scheme of a model whose lm_head is stored in 8 or 4 bits, else None."""
     lm_head = model.manifest.lm_head if model.manifest else None
     return scheme(lm_head.kind, lm_head.group) if lm_head else None
 
 
 def draft_scheme_of(model: OpenModel) -> Scheme | None:
-    """The scheme to which a model's draft heads are brought when they are loaded; None if they stay as stored."""
+    """Return the scheme to which a model's draft heads are brought when they are loaded.
+
+    None if they stay as stored.
+    """
     lm_head = model.manifest.lm_head if model.manifest else None
     return draft_scheme(lm_head.kind) if lm_head else None
 
 
 def shard_digest(manifest: Manifest, index: int) -> str:
-    """The digest of ``load_shard`` for stage ``index``, without loading the weights; FlowspecError for missing
-    or damaged files."""
+    """Return the digest of ``load_shard`` for stage ``index``, without loading the weights.
+
+    FlowspecError for missing or damaged files.
+    """
     checkpoint = Checkpoint(manifest.directory / stage_part(index))
     return checkpoint.digest(name for name in checkpoint.names if not is_ignorable(name))
 
@@ -88,9 +93,11 @@ def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: 
 def load_tensor(checkpoint: Checkpoint, name: str, shape: torch.Size, dtype: torch.dtype,
                 device: torch.device, transposed: bool = False, buffer: Tensor | None = None,
                 into: Tensor | None = None) -> Tensor:
-    """``transposed``: in memory; ``buffer`` as for ``WeightFile.pieces``; ``into``: memory that it has.
+    """Load a tensor; FlowspecError unless it has ``shape``.
 
-    FlowspecError unless the tensor has ``shape``.
+    transposed  in memory
+    buffer      as for ``WeightFile.pieces``
+    into        memory that it has
     """
     check_shape(checkpoint.directory, name, checkpoint.stored([name])[name].shape, shape)
     value = _empty(shape, dtype, device, transposed) if into is None else into
@@ -116,8 +123,7 @@ def is_transposed(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class _PackedMatrix:
-    """Fills its rows of a QuantLinear once it has all tensors: files hold the small ones of all matrices
-    first."""
+    """Fills its rows of a QuantLinear once it has all tensors: files hold the small ones of all matrices first."""
 
     def __init__(self, source: str, linear: QuantLinear, names: Mapping[str, str], bias: str | None,
                  first: int, rows: int) -> None:
@@ -141,8 +147,10 @@ class _PackedMatrix:
 
 def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, schemes: LayerSchemes, dtype: torch.dtype,
             device: torch.device) -> dict[str, _PackedMatrix]:
-    """Put QuantLinears in the place of linears that are stored quantised. The result has the matrix that each stored
-    tensor is a part of, by the tensor's name."""
+    """Put QuantLinears in the place of linears that are stored quantised.
+
+    The result has the matrix that each stored tensor is a part of, by the tensor's name.
+    """
     matrices: dict[str, _PackedMatrix] = {}
 
     def fill(path: str, packed: QuantLinear, first: int, rows: int) -> None:
@@ -175,7 +183,7 @@ def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, schemes: Lay
 
 
 def _joined(prefix: str, module: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Makes one linear of those that are side by side; the places of their weights in it, by name."""
+    """Make one linear of those that are side by side; return the places of their weights in it, by name."""
     joined_parts: dict[str, Tensor] = {}
     for parent, paths, rows, columns in _side_by_side(module):
         if any(type(module.get_submodule(path)) is not nn.Linear for path in paths):
@@ -190,8 +198,10 @@ def _joined(prefix: str, module: nn.Module, dtype: torch.dtype, device: torch.de
 
 
 def _side_by_side(module: nn.Module) -> Iterator[tuple[Any, list[str], list[int], int]]:
-    """Each parent whose ``side_by_side`` names linears that multiply the same rows, without biases, and which
-    it still has: (parent, their paths, their rows, columns)."""
+    """Yield each parent with linears that multiply the same rows, without biases: (parent, paths, rows, columns).
+
+    The parent's ``side_by_side`` names the linears, and it still has them.
+    """
     for path, parent in list(module.named_modules()):
         names = getattr(parent, "side_by_side", ())
         if names and all(name in parent._modules for name in names):

@@ -30,7 +30,7 @@ def whole_model(core: Any) -> set[str]:
 
 
 def missing(expected: Iterable[str], stored: Iterable[str], tied: bool) -> list[str]:
-    """The wanted tensors that are not stored, sorted; lm_head may be absent if ``tied``."""
+    """Return the wanted tensors that are not stored, sorted; lm_head may be absent if ``tied``."""
     return sorted(set(expected) - set(stored) - ({LM_HEAD} if tied else set()))
 
 
@@ -39,7 +39,7 @@ def is_ignorable(name: str) -> bool:
 
 
 def check_no_unexpected(directory: Path, stored: Iterable[str], expected: Iterable[str]) -> None:
-    """FlowspecError that names a stored tensor which is neither wanted nor ignorable."""
+    """Raise FlowspecError that names a stored tensor which is neither wanted nor ignorable."""
     for name in sorted(set(stored) - set(expected)):
         if not is_ignorable(name):
             raise FlowspecError(f"{display_path(directory)}: no module of the model has a place for tensor {name}: "

@@ -3,10 +3,9 @@ for each fact that is not, the steps that mend it."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,78 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kits.hypothesis_examples import examples
-from kits.small_manifest import MANIFEST, REQUEST
+from kits.settled_boards import ENVIRONMENT, KEYS, MODES, REQUEST, STAGE_UNIT, changed, diff, settled, status
 
-from flowspec_edge.boards.deploy.actions import Environment
-from flowspec_edge.boards.deploy.diff import Diff, make_diff
-from flowspec_edge.boards.deploy.resolve import Deployment
-from flowspec_edge.boards.inventory import ClusterSettings, DeviceEntry, Inventory
+from flowspec_edge.boards.deploy.diff import Diff
 from flowspec_edge.boards.probe.facts import BoardFacts, BoardStatus, Installed, ReleaseFacts, ServiceFacts
 from flowspec_edge.boards.services.status import FleetStatus
-from flowspec_edge.model.opened import OpenModel
 
-KEYS = {"draft": "d" * 40, "stage": "s" * 40}
 OTHER = "o" * 40
-MODES = "< POWER_MODEL ID=0 NAME=15W >\n< POWER_MODEL ID=2 NAME=MAXN >\n"
-ENVIRONMENT = Environment("e" * 16, "/wheels", {"pip-1-py3-none-any.whl": "1" * 64, "flowspec.whl": "2" * 64})
-STAGE_UNIT = "flowspec-verify@1.service"
-
-
-def deployment(**settings: object) -> Deployment:
-    boards = [DeviceEntry(name="draft", address="10.0.0.1", role="draft"),
-              DeviceEntry(name="stage", address="10.0.0.2", role="verify", power_mode="MAXN")]
-    cluster = ClusterSettings.model_validate({"name": "lab", "serve_host": "0.0.0.0", **settings})
-    return Deployment(Inventory(cluster=cluster, device=boards), Path("/lab/cluster.toml"),
-                      OpenModel(Path("/lab/model")), None, None, boards[0], ((boards[1], (0, 2)),))
-
-
-def status(previous: str = REQUEST) -> FleetStatus:
-    """What ran before: this model, and before that another."""
-    return FleetStatus([
-        BoardStatus(name, Installed("r2", "verify", place, REQUEST), Installed("r1", "verify", place,
-                                                                                    previous))
-        for place, name in enumerate(("draft", "stage"))])
-
-
-def diff(facts: Mapping[str, BoardFacts], recorded: Mapping[str, str] = KEYS,
-         before: FleetStatus | None = None) -> Diff:
-    return make_diff(deployment(), MANIFEST, dict.fromkeys(KEYS, ENVIRONMENT), facts, recorded,
-                     before or status(), ())
-
-
-def settled() -> dict[str, BoardFacts]:
-    """Boards as they are once a deployment is carried out."""
-    wanted = diff({name: BoardFacts(publics=(key,)) for name, key in KEYS.items()})
-    found = {}
-    for place, board in enumerate(wanted.boards):
-        files = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in board.state.files.items()}
-        place_of = f"/opt/flowspec/releases/{wanted.release}"
-        unit = STAGE_UNIT if place else "flowspec-draft.service"
-        modes = dict.fromkeys(
-            ("/opt/flowspec", "/opt/flowspec/releases", "/opt/flowspec/venvs", "/opt/flowspec/wheels",
-             "/var/lib/flowspec/models"), "755 root")
-        assert wanted.release is not None
-        found[board.device.name] = BoardFacts(
-            ntp="yes", groups=("render", "video"), modes={
-                **modes, "/var/lib/flowspec": "755 flowspec", "/etc/flowspec": "700 root"},
-            user={"home": "/var/lib/flowspec", "shell": "/usr/sbin/nologin", "groups": ["video", "render"]},
-            venvs={ENVIRONMENT.digest: True},
-            releases={wanted.release: ReleaseFacts(files, f"../../venvs/{ENVIRONMENT.digest}")},
-            current=place_of, publics=(KEYS[board.device.name],), client_key=not place,
-            units={path.removeprefix("units/"): sha256 for path, sha256 in files.items() if "units/" in path},
-            services={unit: ServiceFacts(True, True, place_of)},
-            parts=(f"{REQUEST[:16]}/{'stage-1' if place else 'draft'}",), power_modes=MODES,
-            power_number="2", power_kept=True, power_unit_installed=bool(place), power_unit_runs=True)
-    return found
-
-
 SETTLED = settled()
 STAGE = SETTLED["stage"]
-
-
-def changed(found: Diff, board: str = "stage") -> list[str]:
-    [one] = [each for each in found.boards if each.device.name == board]
-    return [step.name for step in one.steps() if step.changed]
 
 
 def test_nothing_changes_where_all_is_as_it_should_be() -> None:
@@ -95,7 +31,7 @@ def test_nothing_changes_where_all_is_as_it_should_be() -> None:
 
 def test_a_bare_board_gets_everything_with_any_key() -> None:
     bare = BoardFacts(power_modes=MODES, part_changes=True)
-    found = diff({"draft": bare, "stage": bare}, {})
+    found = diff({"draft": bare, "stage": bare}, recorded={})
     assert found.release is None
     assert changed(found) == [
         "user flowspec", *(f"directory {path}" for path in (
@@ -279,7 +215,7 @@ def test_a_second_pair_and_a_changed_key() -> None:
     assert changed(diff({**SETTLED, "stage": left})) == ["unused keys"]
     [problem] = diff({**SETTLED, "stage": replace(STAGE, publics=(OTHER,))}).problems
     assert problem.startswith("stage: its key has changed: it has oooooooooo…, and /lab/keys/stage.pub says")
-    not_recorded = diff(SETTLED, {"draft": KEYS["draft"]})
+    not_recorded = diff(SETTLED, recorded={"draft": KEYS["draft"]})
     assert (changed(not_recorded), not_recorded.problems) == ([], ())
 
 
@@ -298,9 +234,8 @@ class Rotated:
     def diff(self, rotate: bool = False) -> Diff:
         before = FleetStatus([BoardStatus(name, Installed("r2", "verify", place, REQUEST, "", key))
                               for place, (name, key) in enumerate(self.running.items())])
-        return make_diff(deployment(), MANIFEST, dict.fromkeys(KEYS, ENVIRONMENT), {
-            name: replace(SETTLED[name], publics=tuple(held)) for name, held in self.held.items()},
-            self.recorded, before, (), rotate)
+        facts = {name: replace(SETTLED[name], publics=tuple(held)) for name, held in self.held.items()}
+        return diff(facts, recorded=self.recorded, before=before, rotate=rotate)
 
     def rotate(self, steps: int, order: Sequence[str], gives_up: bool = False) -> None:
         """Carry out at most so many steps, on the boards in that order, as ``Rollout.up`` does."""
@@ -345,6 +280,9 @@ def test_a_rotation_that_is_interrupted_goes_on(steps: int, order: Sequence[str]
         assert boards.running == (KEYS if steps < 3 else NEW)
 
 
-def test_a_power_mode_that_a_board_does_not_have_is_known_before() -> None:
-    assert diff({**SETTLED, "stage": replace(STAGE, power_modes="")}).problems == (
-        "stage: power mode: MAXN is wanted, and this machine has none: there is no /etc/nvpmodel.conf",)
+@pytest.mark.parametrize(("modes", "says"), [
+    ("", "MAXN is wanted, and this machine has none: there is no /etc/nvpmodel.conf"),
+    (MODES.replace("MAXN", "30W"), "/etc/nvpmodel.conf knows no MAXN, but 15W, 30W")])
+def test_a_power_mode_that_a_board_does_not_have_is_known_before(modes: str, says: str) -> None:
+    found = diff({**SETTLED, "stage": replace(STAGE, power_modes=modes)})
+    assert found.problems == (f"stage: power mode: {says}",)

@@ -60,8 +60,7 @@ def test_an_unknown_host_key_is_not_accepted(boards: ssh_boards.Boards, tmp_path
     config = tmp_path / "config"
     config.write_text("UserKnownHostsFile /dev/null\nGlobalKnownHostsFile /dev/null\n"
                       "StrictHostKeyChecking yes\n")
-    inventory = boards.inventory.model_copy(update={
-        "cluster": boards.inventory.cluster.model_copy(update={"ssh_config": str(config)})})
+    inventory = boards.with_cluster(ssh_config=str(config))
     [error] = ask_boards(inventory, [(inventory.device[0], STATE, None)])
     assert isinstance(error, FlowspecError)
     assert "Host key verification failed" in str(error)

@@ -5,84 +5,51 @@ The steps run on boards with Docker in tests/e2e/test_deploy_image.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kits.small_manifest import MANIFEST, REQUEST
+from kits import settled_boards
+from kits.settled_boards import changed, deployment, settled
 
 from flowspec_edge.boards import paths
 from flowspec_edge.boards.deploy.actions import BoardState
-from flowspec_edge.boards.deploy.diff import Diff, make_diff
-from flowspec_edge.boards.deploy.resolve import Deployment, on_board
+from flowspec_edge.boards.deploy.diff import Diff
+from flowspec_edge.boards.deploy.resolve import on_board
 from flowspec_edge.boards.deploy.steps.phases import decide
 from flowspec_edge.boards.doctor.discover import board_from_facts, describe_software, render_cluster_toml
 from flowspec_edge.boards.images.archive import Image
-from flowspec_edge.boards.inventory import ClusterSettings, DeviceEntry, Inventory
+from flowspec_edge.boards.inventory import DeviceEntry, Inventory
 from flowspec_edge.boards.probe.checks import Needs, PreflightReport, Subject, faults, room_problems
 from flowspec_edge.boards.probe.facts import (
     BoardFacts,
-    BoardStatus,
     DiskFacts,
     DockerFacts,
-    Installed,
     MemoryFacts,
     ReleaseFacts,
-    ServiceFacts,
     SystemdFacts,
     SystemFacts,
 )
-from flowspec_edge.boards.services.status import FleetStatus
-from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.util.tomlfile import parse_toml
 
-KEYS = {"draft": "d" * 40, "stage": "s" * 40}
 IMAGE = Image("/lab/image.tar", 5_000_000_000, "c" * 64, (f"sha256:{'c' * 64}", f"sha256:{'d' * 64}"),
               ("flowspec-edge:latest",), "aarch64", "1.0")
 OLD = "b" * 16
-UNIT = paths.verify_unit(1)
 
 
-def deployment(**settings: object) -> Deployment:
-    boards = [DeviceEntry(name="draft", address="10.0.0.1", role="draft"),
-              DeviceEntry(name="stage", address="10.0.0.2", role="verify")]
-    cluster = ClusterSettings.model_validate({"name": "lab", "runtime": "image", "torch_device": "cuda", **settings})
-    return Deployment(Inventory(cluster=cluster, device=boards), Path("/lab/cluster.toml"),
-                      OpenModel(Path("/lab/model")), None, None, boards[0], ((boards[1], (0, 2)),))
-
-
-def wanted(**settings: object) -> Image:
-    found = deployment(**settings)
+def wanted(torch_device: str = "cuda") -> Image:
+    found = deployment(runtime="image", torch_device=torch_device)
     return on_board(found.inventory, found.boards[1], IMAGE)
 
 
+TARGET = wanted()
+SETTLED = settled(TARGET, runtime="image", torch_device="cuda")
+STAGE = SETTLED["stage"]
+
+
 def diff(stage: BoardFacts) -> Diff:
-    before = FleetStatus([BoardStatus(name, Installed("r2", "verify", place, REQUEST))
-                          for place, name in enumerate(KEYS)])
-    facts = {"draft": BoardFacts(publics=(KEYS["draft"],)), "stage": replace(stage, publics=(KEYS["stage"],))}
-    return make_diff(deployment(), MANIFEST, dict.fromkeys(KEYS, wanted()), facts, KEYS, before, ())
-
-
-def settled() -> BoardFacts:
-    """A stage as it is once the deployment is carried out."""
-    found = diff(BoardFacts())
-    state, release = found.boards[1].state, paths.release_dir(found.release or "")
-    files = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in state.files.items()}
-    digest = wanted().digest
-    root = (paths.HOME, paths.RELEASES, paths.VENVS, paths.WHEELS, paths.MODELS)
-    return BoardFacts(
-        ntp="yes", user={"home": paths.STATE, "shell": "/usr/sbin/nologin", "groups": []},
-        modes={**dict.fromkeys(root, "755 root"), paths.STATE: "755 flowspec", paths.ETC: "700 root"},
-        venvs={digest: True}, venv_images={digest: IMAGE.tag}, images=(IMAGE.tag,),
-        releases={found.release or "": ReleaseFacts(files, f"../../venvs/{digest}")}, current=release,
-        units={path.removeprefix("units/"): sha256 for path, sha256 in files.items() if "units/" in path},
-        services={UNIT: ServiceFacts(True, True, release)}, parts=(f"{REQUEST[:16]}/stage-1",))
-
-
-def changed(facts: BoardFacts) -> list[str]:
-    return [step.name for step in diff(facts).boards[1].steps() if step.changed]
+    return settled_boards.diff({**SETTLED, "stage": stage}, TARGET, runtime="image", torch_device="cuda")
 
 
 CASES: dict[str, tuple[Callable[[BoardFacts], BoardFacts], list[str]]] = {
@@ -100,23 +67,21 @@ CASES: dict[str, tuple[Callable[[BoardFacts], BoardFacts], list[str]]] = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_each_fact_that_is_not_as_it_should_be(case: tuple[Callable[[BoardFacts], BoardFacts], list[str]]) -> None:
     change, steps = case
-    assert changed(change(settled())) == steps
+    assert changed(diff(change(STAGE))) == steps
 
 
 def test_a_bare_board_gets_the_image_and_no_wheels() -> None:
-    found = changed(BoardFacts(part_changes=True))
+    bare = diff(BoardFacts(part_changes=True, publics=STAGE.publics))
+    found = changed(bare)
     assert found[0] == "image sent"
     assert [name for name in found if name in ("image", "environment", "wheels (0 of 0)")] == ["image", "environment"]
-    [one] = [board for board in diff(BoardFacts()).boards if board.device.name == "stage"]
-    assert one.image == wanted()
-    assert (one.python, one.receiver) == (f"{paths.VENVS}/{wanted().digest}/bin/python", "")
+    one = bare.boards[1]
+    assert one.image == TARGET
+    assert (one.python, one.receiver) == (f"{paths.VENVS}/{TARGET.digest}/bin/python", "")
 
 
 def test_the_units_are_those_of_environments_with_more() -> None:
-    files = diff(BoardFacts()).boards[1].state.files
-    plain = make_diff(deployment(runtime="environment"), MANIFEST, dict.fromkeys(KEYS, wanted()), {
-        name: BoardFacts(publics=(key,)) for name, key in KEYS.items()}, KEYS, FleetStatus([
-            BoardStatus(name) for name in KEYS]), ()).boards[1].state.files
+    files, plain = (found.boards[1].state.files for found in (diff(STAGE), settled_boards.diff(SETTLED)))
     for unit in (paths.DRAFT_UNIT, paths.VERIFY_UNIT):
         assert files[f"units/{unit}"].startswith(plain[f"units/{unit}"])
         assert "FLOWSPEC_CONTAINER" in files[f"units/{unit}"]
@@ -124,11 +89,11 @@ def test_the_units_are_those_of_environments_with_more() -> None:
 
 
 def test_purge_removes_the_images() -> None:
-    actions = decide("purge", BoardState("stage"), replace(settled(), images=(IMAGE.tag, OLD)))
+    actions = decide("purge", BoardState("stage"), replace(STAGE, images=(IMAGE.tag, OLD)))
     [removed] = [action for action in actions if action.step == "images removed"]
     assert removed.commands == (f"docker image rm flowspec-board:{IMAGE.tag} flowspec-board:{OLD} > /dev/null",)
-    none = replace(settled(), images=())
-    for actions in (decide("down", BoardState("stage"), settled()), decide("purge", BoardState("stage"), none)):
+    none = replace(STAGE, images=())
+    for actions in (decide("down", BoardState("stage"), STAGE), decide("purge", BoardState("stage"), none)):
         assert not [action for action in actions if "image" in action.step]
 
 
@@ -155,7 +120,7 @@ def board(docker: DockerFacts = DOCKER, free: int = ROOMY.free, **changes: objec
      "make room"),
     (board(replace(DOCKER, images=(IMAGE.tag,)), free=9_000_000_000), "", "")])
 def test_what_a_board_lacks_for_an_image(facts: BoardFacts, found: str, advice: str) -> None:
-    problems = faults("up", Subject(facts, torch_device="cuda", needs=Needs(image=wanted()), in_image=True))
+    problems = faults("up", Subject(facts, torch_device="cuda", needs=Needs(image=TARGET), in_image=True))
     assert [f"{problem.check}: {problem.found}".startswith(found) and advice in problem.advice for problem in problems
             ] == [True] * bool(found), problems
 
@@ -169,9 +134,9 @@ def test_without_a_gpu_any_runtime_will_do() -> None:
 
 def test_room_is_asked_for_with_the_shards() -> None:
     facts = board(free=11_000_000_000)
-    found, needs = PreflightReport([], {"stage": facts}), {"stage": Needs(image=wanted())}
-    assert not room_problems(found, needs, {"stage": wanted().digest}, {"stage": 500_000_000})
-    [problem] = room_problems(found, needs, {"stage": wanted().digest}, {"stage": 2_000_000_000})
+    found, needs = PreflightReport([], {"stage": facts}), {"stage": Needs(image=TARGET)}
+    assert not room_problems(found, needs, {"stage": TARGET.digest}, {"stage": 500_000_000})
+    [problem] = room_problems(found, needs, {"stage": TARGET.digest}, {"stage": 2_000_000_000})
     assert "12.00 GB" in problem.found
 
 

@@ -15,6 +15,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.hypothesis_examples import examples
+from kits.settled_boards import diff, settled
 
 from flowspec_edge.boards import paths
 from flowspec_edge.boards.deploy import release as rendering
@@ -23,7 +24,7 @@ from flowspec_edge.boards.deploy.resolve import Deployment
 from flowspec_edge.boards.inventory import ClusterSettings, DeviceEntry, Inventory
 from flowspec_edge.d0.config import DraftConfig
 from flowspec_edge.drivers.stage.config import WorkerConfig
-from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.manifest import DRAFT, Manifest, stage_part
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.transport.keys import parse_public
@@ -156,20 +157,16 @@ def test_each_board_says_what_it_has(given: Given) -> None:
 
 
 def test_a_board_with_a_power_mode_has_the_unit_that_sets_it() -> None:
-    given = Given((1, 1), {"power_mode": "MODE 15W'"}, 1, ("", "", ""), tuple(KEYS[:3]), (), "0" * 64, "fp16",
-                  "0" * 64)
-    first, _, last = given.deployment.inventory.device
-    boards = [first, given.deployment.inventory.device[1], last.model_copy(update={"power_mode": ""})]
-    deployment = replace(given.deployment, inventory=given.deployment.inventory.model_copy(
-        update={"device": boards}), draft=boards[0], stages=tuple(zip(boards[1:], given.ranges, strict=True)))
-    _, files = render(deployment, given.manifest, {board.name: KEYS[0] for board in boards}, (),
-                      {board.name: "" for board in boards})
-    has = [(f"units/{paths.POWER_UNIT}" in files[board.name], "etc/power-mode.sh" in files[board.name])
-           for board in boards]
-    assert has == [(True, True), (True, True), (False, False)]
-    script = files["board-1"]["etc/power-mode.sh"]
-    assert subprocess.run(["sh", "-ec", f"{script.splitlines()[0]}; echo \"$mode\""], capture_output=True,
-                          text=True, check=True).stdout == "MODE 15W'\n"
+    """The stage's own is another than the cluster's."""
+    names = {f"units/{paths.POWER_UNIT}", "etc/power-mode.sh"}
+    for mode, scripts in ((None, ["", "MAXN"]), ("MODE 15W'", ["MODE 15W'", "MAXN"])):
+        settings = {"power_mode": mode} if mode else {}
+        for board, script in zip(diff(settled(), **settings).boards, scripts, strict=True):
+            files = board.state.files
+            assert names & files.keys() == (names if script else set())
+            if script:
+                shown = f"{files['etc/power-mode.sh'].splitlines()[0]}; echo \"$mode\""
+                assert subprocess.check_output(["sh", "-ec", shown], text=True) == f"{script}\n"
 
 
 def other(text: str) -> str:
@@ -222,15 +219,3 @@ def test_what_cannot_be_rendered() -> None:
         render(given.deployment, given.manifest, {"board-0": KEYS[0], "board-1": KEYS[1]}, (), {})
     with pytest.raises(FlowspecError, match=r"is cut into \[\(0, 2\), \(2, 3\)\], and .* cut it again"):
         render(given.deployment, replace(given, lengths=(2, 1)).manifest, {}, (), {})
-
-
-def test_no_board_is_told_a_loopback_address() -> None:
-    """As Ubuntu's /etc/hosts has it for a machine's own name."""
-    given = Given((1, 2), {}, 1, ("", "", ""), tuple(KEYS[:3]), (), "0" * 64, "fp16", "0" * 64)
-    whole = given.deployment
-    own = whole.draft.model_copy(update={"address": "127.0.1.1"})
-    inventory = whole.inventory.model_copy(update={"device": [own, *whole.inventory.device[1:]]})
-    publics = {device.name: key for device, key in zip(whole.boards, given.keys, strict=True)}
-    environments = dict.fromkeys(publics, given.environment)
-    with pytest.raises(UsageError, match=r"board-0: 127\.0\.1\.1, which other boards cannot reach"):
-        render(replace(whole, inventory=inventory, draft=own), given.manifest, publics, (), environments)

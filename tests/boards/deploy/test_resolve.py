@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from kits.planned_boards import profile
+from kits.planned_boards import D0_MB, MB, profile
 from kits.sharded_models import cut
 from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
 
@@ -238,6 +238,19 @@ def test_a_profile_of_another_device_is_noted(home: Path) -> None:
     assert [note.partition(":")[0] for note in told] == ["a", "b"]
     on_gpu = decide(home, f'{MODEL}\ntorch_device = "cuda:1"', "a gpu", "b gpu")
     assert not any("torch_device is" in note for note in on_gpu.notes)
+
+
+@pytest.mark.parametrize(("torch_device", "measured", "process_mb"), [
+    ("cpu", "", 240), ("cuda", "", 740), ("cuda:1", "", 740),
+    ("cuda", "cuda", 1234), ("cpu", "cpu", 1234), ("cpu", "cuda", 240)])
+def test_a_service_takes_more_with_cuda_and_a_profile_knows_best(home: Path, torch_device: str, measured: str,
+                                                                 process_mb: int) -> None:
+    """``measured``: the device of a profile whose process takes 1234 MB."""
+    own = profile(name="own", process_mb=1234, layers=6, hidden_width=32)
+    (home / "own.toml").write_text(render(own.model_copy(update={"conditions": Conditions(device=measured)})))
+    found = decide(home, f'{MODEL}\ntorch_device = "{torch_device}"', f"a draft {'own' if measured else ''}",
+                   "b verify")
+    assert process_bytes(found, found.draft) == (process_mb + D0_MB) * MB
 
 
 @pytest.mark.parametrize(("cluster", "kind"), [

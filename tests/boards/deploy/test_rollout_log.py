@@ -41,16 +41,6 @@ def test_programs_get_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
         False, "r1", "b: running: out of memory")
 
 
-def test_people_get_a_line_a_board_and_one_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    print_report(GOOD, "deployed", as_json=False)
-    assert capsys.readouterr().out.splitlines() == [
-        "a: 2 changed: key, shards", "b: no change", "deployed in 3 s: 2 changes; release r1"]
-    print_report(GOOD, "deployed", as_json=False, dry_run=True)
-    assert capsys.readouterr().out.splitlines() == ["a: 2 to change: key, shards", "b: no change"]
-    print_report(DeployReport([outcome("a")]), "deployed", as_json=False, dry_run=True)
-    assert capsys.readouterr().out.splitlines() == ["a: no change", "nothing would change"]
-
-
 def test_a_failure_says_how_it_left_the_boards(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(FlowspecError, match=r"^b: running: out of memory; release r1 runs again on all"):
         print_report(BAD, "deployed", as_json=False)

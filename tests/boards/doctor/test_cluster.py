@@ -123,17 +123,6 @@ def checked(file: Path, capsys: pytest.CaptureFixture[str], *options: str) -> di
             for board in document["boards"]}
 
 
-def test_an_unknown_name_is_one_boards_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "cluster.toml"
-    file.write_text('[cluster]\nname = "x"\n' + "".join(
-        f'[[device]]\nname = "{name}"\naddress = "{name}.invalid"\nrole = "{role}"\n'
-        for name, role in (("a", "draft"), ("b", "verify"))))
-    assert main(["doctor", "--cluster", str(file)]) == 1
-    out = " ".join(capsys.readouterr().out.split())
-    assert "the address a.invalid is unknown here" in out
-    assert "the address b.invalid is unknown here" in out
-
-
 def test_links() -> None:
     def judged(measure: LinkMeasure | None, error: str = "") -> Finding:
         [found] = judge("bare", LinkRate("a", "b", measure, error))

@@ -248,25 +248,6 @@ def test_roles_and_why(found: list[DiscoveredBoard], roles: list[str], says: str
         assert device.cores == (None if board.profile else board.board.cores)
 
 
-def test_what_needs_a_decision_is_in_the_comments() -> None:
-    text = render_cluster_toml([told("a", python=[3, 8, 10], interface="",
-                        torch={"version": "", "cuda": None, "why": "no libcudart"}),
-                   told("b", torch={"version": "", "cuda": None,
-                                    "why": "ModuleNotFoundError: No module named 'torch'"}),
-                   told("c", torch={"version": "2.9.0", "cuda": None, "why": "", "built_for": None}),
-                   told("d", torch={"version": "", "cuda": None, "why": "OSError: no libcudart"},
-                        sudo="sudo: a password is required")], "lab", "x.toml")
-    for line in ("→ python: python3 is 3.8.10",
-                 "→ torch: python3 cannot import torch and numpy: OSError: no libcudart",
-                 "→ no interface of it has", "# power mode 25W of MAXN, 25W", 'torch_device = "cuda"',
-                 "→ torch: 2.9.0, built without CUDA, sees no CUDA GPU",
-                 "→ torch: python3 has no torch that every user can import",
-                 "sudo pip3 install --index-url https://pypi.jetson-ai-lab.io/jp6/cu126/+simple/ 'torch==",
-                 "→ sudo: me cannot become root without a password (sudo: a password is required)",
-                 "deploy up --cluster x.toml"):
-        assert line in text
-
-
 def other_board(name: str, **facts: Any) -> DiscoveredBoard:
     found = told(name)
     device = DeviceEntry(name=name, address=f"{name}.lab")

@@ -9,17 +9,11 @@ from kits import sharded_models, ssh_boards
 
 from flowspec_edge.boards.deploy.resolve import resolve_deployment
 from flowspec_edge.boards.doctor.model import board_parts, needed_bytes
-from flowspec_edge.boards.inventory import Inventory
 from flowspec_edge.boards.probe.checks import judge
 from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.boards.probe.service_rules import BoardPart
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.model.opened import resolve_model
-
-
-def with_model(boards: ssh_boards.Boards, **cluster: object) -> Inventory:
-    settings = boards.inventory.cluster.model_copy(update={"board_python": "/usr/bin/python3", **cluster})
-    return boards.inventory.model_copy(update={"cluster": settings})
 
 
 @ssh_boards.needs_boards
@@ -28,7 +22,7 @@ def test_a_small_model_fits_and_an_endless_context_does_not(boards: ssh_boards.B
     available = dict.fromkeys(all_boards, 8 * 10**9)
 
     def check(free: dict[str, int], **cluster: object) -> dict[str, Finding]:
-        parts = board_parts(with_model(boards, **cluster), path, free)
+        parts = board_parts(boards.with_cluster(board_python="/usr/bin/python3", **cluster), path, free)
         found = {name: judge("bare", part) for name, part in parts.items()}
         assert all([finding.check for finding in findings] == ["model"] for findings in found.values())
         return {name: findings[0] for name, findings in found.items()}
@@ -51,8 +45,8 @@ def test_what_is_needed_is_what_the_manifest_says(boards: ssh_boards.Boards, tmp
     final norm, which is VN's alone."""
     sharded_models.cut(resolve_model("demo").path, tmp_path / "shards", 2, "fp16")
     path = tmp_path / "cluster.toml"
-    whole = needed_bytes(resolve_deployment(with_model(boards, model="demo", dtype="fp16"), path))
-    cut = needed_bytes(resolve_deployment(with_model(boards, model="shards"), path))
+    whole = needed_bytes(resolve_deployment(boards.with_cluster(model="demo", dtype="fp16"), path))
+    cut = needed_bytes(resolve_deployment(boards.with_cluster(model="shards"), path))
     assert list(whole) == list(cut) == ["board-0", "board-1", "board-2"]
     norm = 2 * Manifest.read(tmp_path / "shards").hidden_width
     assert (whole["board-1"] - norm, whole["board-2"]) == (cut["board-1"], cut["board-2"])

@@ -37,7 +37,3 @@ def test_remedies_that_help_and_remedies_that_fail(tmp_path: Path) -> None:
     assert (always.found, always.fixed) == ("so; done: true, without effect", False)
     assert (groups.state, groups.advice, groups.fixed) == (
         "ok", "log in again, or restart the service: new groups count from then on", True)
-
-
-def test_fixed_is_absent_without_fix() -> None:
-    assert "fixed" not in Finding("file", "warning", "absent", "touch it", (("touch", "x"),)).as_json()

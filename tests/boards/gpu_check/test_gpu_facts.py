@@ -30,7 +30,6 @@ from flowspec_edge.boards.probe.compute_rules import (
     report_only,
 )
 from flowspec_edge.boards.probe.findings import Finding
-from flowspec_edge.errors import FlowspecError
 from flowspec_edge.util import procfs
 from flowspec_edge.util.torchdevice import use_exact_kernels
 
@@ -97,31 +96,26 @@ def test_the_largest_piece_is_found_by_halves() -> None:
     assert none.found.startswith("only 100 MB are available")
 
 
-def test_no_piece_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What NvMap prints, beside torch's error, is the reason."""
+@pytest.mark.parametrize(("printed", "error", "reason"), [
+    (b"NvMapMemAllocInternalTagged: 1075072515 error 12\n", RuntimeError("NVML_SUCCESS == r INTERNAL ASSERT FAILED"),
+     "NvMapMemAllocInternalTagged: 1075072515 error 12"),
+    # As PyTorch 2.11 wrote it on a GPU that other processes used, too.
+    (b"", torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 74.18 GiB. GPU 0 has a total capacity of 79.18 GiB of which "
+        "73.04 GiB is free. Process 594 has 878.00 MiB memory in use."), "CUDA out of memory")])
+def test_no_piece_is_large_enough(printed: bytes, error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+                                  ) -> None:
+    """What NvMap prints is the reason, else torch's first sentence."""
     def refuse(*size: int, **options: object) -> torch.Tensor:
-        os.write(2, b"NvMapMemAllocInternalTagged: 1075072515 error 12\n")
-        raise RuntimeError("NVML_SUCCESS == r INTERNAL ASSERT FAILED")
+        os.write(2, printed)
+        raise error
 
     monkeypatch.setattr(gpu_facts.torch, "empty", refuse)
     device = ComputeDevice(available=10**9)
     tried = {one.name: attempt(one) for one in pieces(device)}
-    assert {result.fault for result in tried.values()} == {"NvMapMemAllocInternalTagged: 1075072515 error 12"}
+    assert {result.fault for result in tried.values()} == {reason}
     assert [*largest_piece(replace(device, results=tried))] == [Finding(
-        "largest piece", "failed",
-        f"not even 256 MB at once, which models need: {tried['256'].fault}")]
-
-
-def test_of_pytorchs_message_the_first_sentence_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As PyTorch 2.11 wrote it on a GPU that other processes used, too."""
-    def refuse(*size: int, **options: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 74.18 GiB. GPU 0 has a total capacity of 79.18 GiB "
-            "of which 73.04 GiB is free. Process 594 has 878.00 MiB memory in use.")
-
-    monkeypatch.setattr(gpu_facts.torch, "empty", refuse)
-    with pytest.raises(FlowspecError, match=r"^CUDA out of memory$"):
-        gpu_facts.piece("cpu", 79644)
+        "largest piece", "failed", f"not even 256 MB at once, which models need: {reason}")]
 
 
 def test_what_a_driver_prints_is_heard_and_stderr_comes_back(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import grp
-import inspect
 import pwd
 
 import pytest
@@ -75,14 +73,6 @@ def test_a_container_does_not_say_which_process_is_the_service() -> None:
     assert notice(b"READY=1\nSTATUS=V1 of 2\nMAINPID=1\nFDSTORE=1") == b"READY=1\nSTATUS=V1 of 2"
     assert notice(b"WATCHDOG=1") == b"WATCHDOG=1"
     assert notice(b"MAINPID=1") == b""
-
-
-def test_a_board_s_own_python_can_run_it() -> None:
-    """Python 3.8, with nothing but its standard library."""
-    tree = ast.parse(inspect.getsource(launcher), feature_version=(3, 8))
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert not any(name.startswith("flowspec_edge") for name in imported)
 
 
 def test_the_unit_and_the_launcher_name_the_same_places() -> None:

@@ -56,13 +56,6 @@ def test_loopback_addresses_alone_are_one_machine() -> None:
     assert address_problem(mixed, mixed.device[1]) is None
 
 
-def test_the_usb_device_port_of_every_jetson() -> None:
-    found = refusal(cluster("10.0.0.10", "192.168.55.1"), 1)
-    assert found.startswith("orin-1: 192.168.55.1, in the network of the USB device port, where every ")
-    assert found.endswith(": give its address on the Ethernet (ip -4 -o addr on the board shows it) in the "
-                          "cluster file")
-
-
 def test_deploy_up_refuses_such_an_address_before_anything_else() -> None:
     (problem,) = preflight(cluster("127.0.1.1", "192.0.2.1"), {"orin-0": Needs()}).problems
     assert str(problem).startswith("orin-0: address: 127.0.1.1, which other boards cannot reach; give its ")

@@ -10,7 +10,7 @@ from kits import network_beds
 
 from flowspec_edge.boards.commands import LocalRunner
 from flowspec_edge.boards.links import tc
-from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.errors import UsageError
 
 
 def in_a_namespace(text: str) -> subprocess.CompletedProcess[str]:
@@ -63,15 +63,11 @@ def test_removal_takes_only_our_qdisc() -> None:
 
 
 @network_beds.needs_netns
-def test_the_kernel_check_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_check_leaves_no_trace() -> None:
+    """What it names as missing: tests/boards/doctor/test_checks.py."""
     before = subprocess.run(["tc", "qdisc"], capture_output=True, text=True, check=True).stdout
     tc.check_kernel(LocalRunner())
     assert subprocess.run(["tc", "qdisc"], capture_output=True, text=True, check=True).stdout == before
-    wrong = [["tc", "qdisc", "add", "dev", "lo", "root", "no_such_kind"]]
-    monkeypatch.setattr(tc, "commands", lambda *_: wrong)
-    says = r"this machine: .*qdisc kind is unknown.*sch_htb.*CONFIG_NET_SCH_HTB=m"
-    with pytest.raises(FlowspecError, match=says):
-        tc.check_kernel(LocalRunner())
 
 
 @pytest.mark.parametrize("mbps", [0, -1, 1e6, float("nan")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import shutil
@@ -71,9 +70,3 @@ def test_another_program_answers() -> None:
 def test_no_client_connects() -> None:
     with pytest.raises(TimeoutError):
         tcp_linktest.serve(HOST, 0, 0.01)
-
-
-def test_boards_with_an_older_python_understand_it() -> None:
-    tree = ast.parse(PROGRAM, feature_version=(3, 8))
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert imported | {"statistics", "__future__"} <= set(sys.stdlib_module_names)

@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.boards.measurement.draft_device import (
@@ -21,7 +20,6 @@ from flowspec_edge.boards.measurement.draft_device import (
     summary,
 )
 from flowspec_edge.boards.measurement.fit import SegmentCase
-from flowspec_edge.boards.measurement.profile import QUICK, ProfileOptions, measure_profile
 from flowspec_edge.boards.measurement.stage import (
     ROWS,
     MeasuredStage,
@@ -30,10 +28,9 @@ from flowspec_edge.boards.measurement.stage import (
     sample,
 )
 from flowspec_edge.boards.planning.model_size import model_bytes
-from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.errors import FlowspecError
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS
-from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.transport.zmq_links import ZmqTransport
 
@@ -150,11 +147,3 @@ def test_measured_stages_fit_into_memory(layers: int, usable_mb: float, cuts: li
 def test_error_if_not_even_a_layer_fits(model: Path) -> None:
     with pytest.raises(FlowspecError, match=r"a layer takes .* MB, and only 0 MB"):
         choose_stage_counts(model_bytes(str(model), "fp32"), 0.01)
-
-
-def test_error_without_a_gpu(model: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    asked = ProfileOptions("mine", resolve_model(model), "fp16", "cuda", 0, None, "")
-    with pytest.raises(UsageError, match=r"no cuda here: .*compute on the CPU"):
-        measure_profile(asked, QUICK, lambda what, share: None)

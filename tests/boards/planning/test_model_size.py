@@ -178,10 +178,6 @@ def test_a_seven_billion_model_before_it_is_downloaded(tmp_path: Path) -> None:
     assert model_bytes(str(tmp_path), "int4").layer == (202_383_360 - 2 * 4096) * 17 // 32 + 2 * 2 * 4096
 
 
-def test_a_model_that_comes_with_the_package() -> None:
-    assert model_bytes("demo", "fp16").layers == 8
-
-
 def test_weights_that_are_not_the_configs(tmp_path: Path) -> None:
     path = tiny_llama(tmp_path / "m", layers=2)
     config = json.loads((path / "config.json").read_text())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from kits import documents
 
 from flowspec_edge.boards.planning import planner
 from flowspec_edge.boards.planning.board_spec import parse_devices
@@ -20,23 +18,16 @@ from flowspec_edge.device_profile import load_profile, read_profile
 from flowspec_edge.drivers.virtual.devices import Devices
 from flowspec_edge.errors import FlowspecError, UsageError
 
-DOCS = Path(__file__).resolve().parents[3] / "docs"
 ROWS = 16
 
 
 @pytest.fixture(scope="module")
 def build() -> ModuleType:
-    """docs/build_one_board.py, which no package holds."""
-    spec = importlib.util.spec_from_file_location("build_one_board", DOCS / "build_one_board.py")
-    assert spec
-    assert spec.loader
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return documents.builder("build_one_board")
 
 
 def test_the_document_has_the_table_as_it_is_computed(build: ModuleType) -> None:
-    text = (DOCS / "reference" / "plan.md").read_text(encoding="utf-8")
+    text = (documents.DOCS / "experiments" / "planning.md").read_text(encoding="utf-8")
     assert build.written(text) == text, "renew it with: python docs/build_one_board.py"
 
 
@@ -94,13 +85,6 @@ def test_a_testbed_has_the_times_of_the_plan(board: str, count: int, model: str,
     assert (profile.kind, profile.boards, profile.model.layers) == ("testbed", count, size.layers)
 
 
-def test_a_testbed_has_its_number_of_stages() -> None:
-    profile = profile_or_testbed("orin-nano-8gb-super:5/qwen3-32b/int4")
-    assert len(Devices.from_profile(profile, 4).stages) == 4
-    with pytest.raises(UsageError, match="has 5 boards, one of which drafts: use --stages 4, or leave"):
-        Devices.from_profile(profile, 3)
-
-
 def test_boards_of_several_kinds_are_the_planners_devices() -> None:
     name = "agx-orin-64gb:1,orin-nano-8gb-super:2,orin-nano-8gb-super:1/qwen3-8b/int4"
     profile = profile_or_testbed(name)
@@ -116,7 +100,7 @@ def test_boards_of_several_kinds_are_the_planners_devices() -> None:
     slowest = max(devices.stage_seconds(place, ROWS, CONTEXT) for place in (1, 2, 3))
     assert slowest == pytest.approx(plan.slowest)
     with pytest.raises(UsageError, match="has 4 boards, one of which drafts: use --stages 3, or leave"):
-        profile.check_stages(4)
+        Devices.from_profile(profile, 4)
     assert read_profile(profile.model_dump_json()) == profile  # --jobs
     slow = Devices.from_profile(profile.with_link(mbps=10), 3)
     assert {board.link.mbps for board in (slow.d0, *slow.stages)} == {10}
@@ -144,7 +128,3 @@ def test_wrong_testbeds_are_one_line(name: str, message: str) -> None:
     with pytest.raises(FlowspecError, match=message) as caught:
         profile_or_testbed(name)
     assert "\n" not in str(caught.value)
-
-
-def test_other_names_are_profiles() -> None:
-    assert profile_or_testbed("paper-7b") == load_profile("paper-7b")

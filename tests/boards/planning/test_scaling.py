@@ -40,15 +40,6 @@ def write_profile(path: Path) -> Path:
     return path
 
 
-def test_no_scaling_for_the_measured_model() -> None:
-    own = profile()
-    fitted, how = scaled(own, size())
-    assert how == Scaling()
-    assert fitted.stage == own.stage
-    assert fitted.lm_head == own.lm_head
-    assert fitted.model.layer_mb == 400
-
-
 def test_times_scale_with_bytes() -> None:
     measured = profile(layer_ms=8.0, overhead_ms=1.0)
     measured = measured.model_copy(update={"stage": StageCurve(

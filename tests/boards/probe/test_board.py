@@ -7,32 +7,10 @@ import random
 from pathlib import Path
 
 import pytest
+from kits import jetson_boards
 
 from flowspec_edge.boards.probe.board import BoardInfo, read_board, resident_mb
 
-RELEASE = """\
-# R36 (release), REVISION: 4.3, GCID: 38968081, BOARD: generic, EABI: aarch64, DATE: Wed Jan  8 01:49 2025
-# KERNEL_VARIANT: oot
-TARGET_USERSPACE_LIB_DIR=nvidia
-TARGET_USERSPACE_LIB_DIR_PATH=usr/lib/aarch64-linux-gnu/nvidia
-"""
-NVPMODEL = """\
-# Copyright (c) 2022, NVIDIA CORPORATION.
-< PARAM TYPE=FILE NAME=CPU_ONLINE >
-CORE_1 /sys/devices/system/cpu/cpu1/online
-
-###########################
-< POWER_MODEL ID=0 NAME=15W >
-CPU_ONLINE CORE_0 1
-GPU MAX_FREQ 612000000
-< POWER_MODEL ID=1 NAME=25W >
-CPU_ONLINE CORE_0 1
-< POWER_MODEL ID=2 NAME=MAXN_SUPER >
-CPU_ONLINE CORE_0 1
-
-# mandatory section to configure the default mode
-< PM_CONFIG DEFAULT=1 >
-"""
 MEMINFO = """\
 MemTotal:        7802680 kB
 MemFree:         1262464 kB
@@ -55,8 +33,8 @@ def orin(tmp_path: Path) -> Path:
     write(tmp_path, "sys/firmware/devicetree/base/model", b"NVIDIA Jetson Orin Nano Developer Kit\0")
     write(tmp_path, "proc/cpuinfo", CPUINFO)
     write(tmp_path, "proc/meminfo", MEMINFO)
-    write(tmp_path, "etc/nv_tegra_release", RELEASE)
-    write(tmp_path, "etc/nvpmodel.conf", NVPMODEL)
+    for name in ("etc/nv_tegra_release", "etc/nvpmodel.conf"):
+        write(tmp_path, name, (jetson_boards.FILES / name).read_bytes())
     write(tmp_path, "var/lib/nvpmodel/status", "pmode:0002 fmode:quiet")
     for zone, temperature in enumerate(["47218", "49531", "-256000", "", "48000"]):
         write(tmp_path, f"sys/class/thermal/thermal_zone{zone}/temp", temperature)

@@ -9,13 +9,16 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
-from kits import network_beds
 
+from flowspec_edge.boards.images import launcher
+from flowspec_edge.boards.links import tcp_linktest
 from flowspec_edge.boards.probe.facts import (
     _MODULES,
     BoardFacts,
@@ -26,28 +29,6 @@ from flowspec_edge.boards.probe.facts import (
     torch_check_program,
 )
 from flowspec_edge.boards.probe.onboard import system, torch_check
-from flowspec_edge.lab.links.namespaces import NetnsTestbed
-
-LINKS = program("system", address="", paths=[], ports=[], torch_check={
-    "program": "", "device": "cpu", "protections": []})
-
-
-@network_beds.needs_netns
-def test_an_address_that_is_leased() -> None:
-    """As a DHCP client sets one, with a lifetime."""
-    with NetnsTestbed(2) as bed:
-        name = bed.interface(1)
-        for place, leased in ((0, False), (1, True)):
-            if leased:
-                subprocess.run(bed.command(1, ["ip", "addr", "change", f"{bed.address(1)}/24", "dev", name,
-                                               "valid_lft", "3600", "preferred_lft", "3600"]), check=True)
-            done = subprocess.run(bed.command(place, [sys.executable, "-s", "-"]), input=LINKS, check=True,
-                                  capture_output=True, text=True)
-            link = json.loads(done.stdout)["system"]["links"][bed.interface(place)]
-            assert (link["dynamic"], link["wireless"]) == (leased, False)
-            show = bed.command(place, ["cat", f"/sys/class/net/{bed.interface(place)}/speed"])
-            speed = subprocess.run(show, capture_output=True, text=True, check=False).stdout.strip()
-            assert link["mbps"] == (int(speed) if speed.isdigit() else None)
 
 
 def test_wifi_and_a_slow_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,18 +61,21 @@ ASKED: dict[str, dict[str, Any]] = {
     "deployment": {"environment": "", "part": None, "others": "", "in_image": False}}
 
 
-@pytest.mark.parametrize("section", ASKED)
-def test_the_probe_is_a_program_for_an_older_python(section: str, tmp_path: Path) -> None:
-    """JetPack 5's has to read it.  A board has none of flowspec's modules but those that are sent."""
-    sent = [*_MODULES[section], *([torch_check] if section == "system" else [])]
-    for module in sent:
+@pytest.mark.parametrize("modules", [*_MODULES.values(), [torch_check], [tcp_linktest], [launcher]])
+def test_what_boards_are_sent_is_for_an_older_python(modules: Sequence[ModuleType]) -> None:
+    """JetPack 5's has to read it.  A board has none of flowspec's modules but those that are sent together."""
+    for module in modules:
         tree = ast.parse(inspect.getsource(module), feature_version=(3, 8))
         imported = {name for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
                     for name in ([str(node.module)] if isinstance(node, ast.ImportFrom) else
                                  [alias.name for alias in node.names])}
-        if module is not torch_check:
-            assert not {name for name in imported - {module.__name__ for module in sent}
-                        if name.partition(".")[0] not in sys.stdlib_module_names}
+        may_import = {module.__name__ for module in modules} | sys.stdlib_module_names
+        may_import |= {"torch", "numpy"} if module is torch_check else set()
+        assert not {name for name in imported if not {name, name.partition(".")[0]} & may_import}
+
+
+@pytest.mark.parametrize("section", ASKED)
+def test_the_probe_is_a_program(section: str, tmp_path: Path) -> None:
     python = shutil.which("python3", path=os.defpath) or sys.executable
     done = subprocess.run([python, "-s", "-"], input=program(section, **ASKED[section]), capture_output=True,
                           cwd=tmp_path, env={"PATH": os.defpath}, text=True, check=True)

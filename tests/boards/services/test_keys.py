@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -76,74 +76,29 @@ def test_keys_are_made_once_and_compared_with_the_recorded(boards: ssh_boards.Bo
     assert not any(key.error for key in public_keys(inventory, devices, pythons(boards), here, PATH))
 
 
-class Rotation:
-    """The steps of ``Rollout.up(rotate=True)`` that concern keys, on boards that run no services."""
+def test_a_rotation_after_one_that_an_earlier_flowspec_left_half_way(boards: ssh_boards.Boards, tmp_path: Path
+                                                                     ) -> None:
+    """The steps of ``Rollout.up(rotate=True)`` that concern keys; where they may be interrupted: test_diff.
 
-    def __init__(self, boards: ssh_boards.Boards, here: Path) -> None:
-        self.boards, self.here, self.devices = boards, here, boards.inventory.device
+    The earlier one had two files: the former pair, which its release may still need, in the second.
+    """
+    devices, here = boards.inventory.device, tmp_path / "keys"
 
-    def held(self) -> dict[str, tuple[str, ...]]:
-        return board_public_keys(self.boards.inventory, self.devices, pythons(self.boards), PATH)
+    def held() -> dict[str, tuple[str, ...]]:
+        return board_public_keys(boards.inventory, devices, pythons(boards), PATH)
 
-    def added(self, places: Sequence[int]) -> None:
-        actions = rotation(self.held(), recorded(self.devices, self.here))
-        ask(self.boards.inventory, [self.devices[place] for place in places], pythons(self.boards), actions, PATH)
-
-    def recorded(self, places: Sequence[int]) -> None:
-        held = self.held()
-        record(self.here, {f"board-{place}": held[f"board-{place}"][-1] for place in places})
-
-    def kept(self, places: Sequence[int]) -> None:
-        known = recorded(self.devices, self.here)
-        for place in places:
-            on(self.boards, place, *key_command(sys.executable, "keep", PATH, known[f"board-{place}"]))
-
-    def whole(self) -> None:
-        for step in (self.added, self.recorded, self.kept):
-            step(range(2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reached", [1, 3, 5])
-def test_a_rotation_goes_on_where_it_was_interrupted(boards: ssh_boards.Boards, tmp_path: Path, reached: int
-                                                     ) -> None:
-    """``reached``: after so many steps, of two boards one after the other; between any two: ``test_diff``."""
-    rotated = Rotation(boards, tmp_path / "keys")
     before = {key.name: key_to_use(key.publics, "") for key in make(boards)}
-    record(rotated.here, before)
-    for number in range(reached):
-        step = (rotated.added, rotated.recorded, rotated.kept)[number // 2]
-        step([number % 2])
-    held = rotated.held()
-    known = recorded(rotated.devices, rotated.here)
-    assert all(key_to_use(held[name], known[name], before[name]) == known[name] for name in known)
-    if reached <= 4:  # the release before can run on all boards
-        assert all(before[name] in held[name] for name in known)
-    new = {name: keys[-1] for name, keys in held.items() if keys[-1] != before[name]}
-    rotated.whole()
-    after = recorded(rotated.devices, rotated.here)
-    assert after == {**after, **new}  # no board made a third pair
-    assert not set(after.values()) & set(before.values())
-    assert rotated.held() == {name: (key,) for name, key in after.items()}
-    for place in range(2):
-        assert on(boards, place, "ls", "-A", "/run/flowspec").split() == ["board.key"]
-
-
-def test_a_rotation_that_an_earlier_flowspec_left_half_way(boards: ssh_boards.Boards, tmp_path: Path) -> None:
-    """It had two files: the former pair, which its release may still need, in the second."""
-    rotated = Rotation(boards, tmp_path / "keys")
-    before = {key.name: key_to_use(key.publics, "") for key in make(boards)}
-    record(rotated.here, before)
+    record(here, before)
     on(boards, 1, "mv", PATH, f"{PATH}.old")
     make(boards)
-    rotated.added(range(2))
+    ask(boards.inventory, devices, pythons(boards), rotation(held(), recorded(devices, here)), PATH)
     assert json.loads(on(boards, 1, "cat", f"{PATH}.old"))["public"] == before["board-1"]
-    rotated.recorded(range(2))
-    rotated.kept(range(2))
-    after = recorded(rotated.devices, rotated.here)
+    after = {name: keys[-1] for name, keys in held().items()}
+    for place, key in enumerate(after.values()):
+        on(boards, place, *key_command(sys.executable, "keep", PATH, key))
+        assert on(boards, place, "ls", "-A", "/run/flowspec").split() == ["board.key"]
     assert not set(after.values()) & set(before.values())
-    assert rotated.held() == {name: (key,) for name, key in after.items()}
-    assert on(boards, 1, "ls", "-A", "/run/flowspec").split() == ["board.key"]
+    assert held() == {name: (key,) for name, key in after.items()}
 
 
 def test_a_board_that_cannot_be_asked_is_named(boards: ssh_boards.Boards, tmp_path: Path) -> None:

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kits.error_lines import error_line
+from kits.plain_answers import tokenizer_of
 from kits.rail_files import board, once_measured
 from kits.tiny_model_dir import tiny_model_dir
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from kits.transformers_generate import reference_text
 
 from flowspec_edge.cli.main import main
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.lab.bench.samples import answer_digest
+from flowspec_edge.sampling.rule import Sampling
 
 PROMPTS = [
     {"prompt": "import os\n"},
@@ -129,33 +130,6 @@ def test_time_that_is_made_up_has_no_energy(model: Path, prompts: Path, tmp_path
     assert "J/token" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["--strategies", ","], "--strategies has no name"),
-    (["--max-new-tokens", "2047"], "more are asked for, but the model stops at 2048; lower "
-                                   "--max-new-tokens, or take the end of long prompts with --truncate N"),
-    (["--temperatures", "0,warm"], "--temperatures must be numbers separated by commas, not '0,warm'"),
-    (["--temperatures", "0,101"], "temperature must be 0 (greedy) or 0.001 to 100, not 101"),
-    (["--temperatures", "0,1", "--temperature", "1"], "give --temperature or --temperatures, not both"),
-    (["--by-category"], "prompt 1 has no category; omit --by-category"),
-    (["--resume"], "--resume needs --json OUT"),
-])
-def test_bad_input_is_one_line_and_exit_code_2(model: Path, prompts: Path, arguments: list[str], says: str,
-                                               capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["bench", "run", "--model", str(model), "--prompts", str(prompts), *arguments])
-    assert says in error_line(capsys, code)
-
-
-def test_a_missing_draft_model_is_found_first(
-        model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    (bare / "target").symlink_to(model / "target")
-    given = ["--model", str(bare), "--prompts", str(prompts), "--strategies", "autoregressive,flowspec"]
-    assert main(["bench", "run", *given, "--json", str(tmp_path / "o.json")]) == 2
-    assert "flowspec drafts with eagle2/, which" in capsys.readouterr().err
-    assert not (tmp_path / "o.json").exists()
-
-
 def test_files_and_categories_are_tasks(model: Path, prompts: Path, tmp_path: Path,
                                         capsys: pytest.CaptureFixture[str]) -> None:
     categories = ["writing", "qa", "stem", "qa"]
@@ -210,44 +184,6 @@ def test_resuming_measures_what_is_missing_and_no_more(model: Path, prompts: Pat
     assert path.read_bytes() == before
 
 
-@pytest.fixture(scope="module")
-def measured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The file of a run of plain decoding."""
-    path = tmp_path_factory.mktemp("measured")
-    (path / "p.jsonl").write_text("\n".join(json.dumps(line) for line in PROMPTS) + "\n")
-    bench(model, path / "p.jsonl", path / "o.json", "--strategies", "autoregressive")
-    return (path / "o.json").read_bytes()
-
-
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["--seed", "3"], "was measured with other settings: seed differs (0 there, 3 here); use the same"),
-    (["--profile", "orin-nano-8gb"], "was measured with other settings: profile differs;"),
-    (["--clock", "wall"], "was measured with other settings: clock differs (virtual there, wall here)"),
-])
-def test_resuming_something_else_is_refused(model: Path, prompts: Path, measured: bytes, tmp_path: Path,
-                                            arguments: list[str], says: str,
-                                            capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "part.json"
-    path.write_bytes(measured)
-    code = main(["bench", "run", "--model", str(model), "--prompts", str(prompts), "--limit", "2", "--stages",
-                 "2", "--max-new-tokens", "10", "--json", str(path), "--resume", "--strategies", "chunk_pp",
-                 *arguments])
-    assert says in error_line(capsys, code)
-    assert path.read_bytes() == measured
-
-
-def test_resuming_from_a_foreign_file_leaves_it_alone(model: Path, prompts: Path, tmp_path: Path,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text('{"precious": 1}')
-    assert main(["bench", "run", "--model", str(model), "--prompts", str(prompts), "--json", str(path),
-                 "--resume"]) == 2
-    err = capsys.readouterr().err
-    assert "is no report of flowspec bench run" in err
-    assert "or write to another place" in err
-    assert path.read_text() == '{"precious": 1}'
-
-
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_an_interrupted_run_keeps_what_it_has(model: Path, prompts: Path, tmp_path: Path) -> None:
@@ -272,24 +208,15 @@ def test_an_interrupted_run_keeps_what_it_has(model: Path, prompts: Path, tmp_pa
     assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
 
 
-def test_questions_go_through_the_chat_template(tmp_path: Path, prompts: Path,
-                                                capsys: pytest.CaptureFixture[str]) -> None:
+def test_questions_go_through_the_chat_template(tmp_path: Path, prompts: Path) -> None:
     model = tiny_model_dir(tmp_path / "model", layers=2, hidden=32)
-    chosen = ("--strategies", "flowspec_plus", "--chat")
-    assert main(["bench", "run", "--model", str(model), *chosen]) == 2
-    assert "has no chat template: leave --chat out" in capsys.readouterr().err
     (model / "target" / "chat_template.jinja").write_text(
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>")
-    report = bench(model, prompts, tmp_path / "a.json", *chosen)
+    report = bench(model, prompts, tmp_path / "a.json", "--strategies", "flowspec_plus", "--chat")
     assert report["settings"]["chat"] is True
-    tokenizer = AutoTokenizer.from_pretrained(model / "target")
-    target = AutoModelForCausalLM.from_pretrained(model / "target")
     answers = []
     for asked in ("import os\n", "def f(x):"):
-        ids = tokenizer.apply_chat_template([{"role": "user", "content": asked}], add_generation_prompt=True,
-                                            return_tensors="pt", return_dict=True)
-        new = target.generate(**ids, max_new_tokens=10, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
-        answers.append(answer_digest(new, "length"))
+        ids = tokenizer_of(model).apply_chat_template([{"role": "user", "content": asked}], return_dict=False,
+                                                      add_generation_prompt=True)
+        answers.append(answer_digest(*reference_text(model, ids, Sampling(), 10, [])))
     assert [sample["answer"] for sample in report["samples"]] == answers
-    assert main(["bench", "run", "--model", str(model), *chosen, "--truncate", "9"]) == 2
-    assert "give --chat or --truncate, not both" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``flowspec bench`` with --clients and --arrival-rate: the file, resuming, tables, refusals."""
+"""``flowspec bench`` with --clients and --arrival-rate: the file, resuming, tables."""
 
 from __future__ import annotations
 
@@ -54,9 +54,3 @@ def test_the_file_holds_what_its_rows_are_computed_from(model: Path, tmp_path: P
     assert cells[3:6] == ["2", f"{total:.2f}", f"{share:.2f}"]
     assert main(["bench", "plot", "--from", str(path), "--out", str(tmp_path / "f.svg")]) == 2
     assert "figures are of requests that run one by one" in capsys.readouterr().err
-
-
-def test_groups_and_a_rate_exclude_one_another(model: Path, tmp_path: Path,
-                                               capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench(model, tmp_path / "o.json", "--clients", "2", "--arrival-rate", "1") == 2
-    assert "give --clients or --arrival-rate, not both" in capsys.readouterr().err

@@ -7,7 +7,6 @@ from xml.etree import ElementTree
 
 import pytest
 from kits.bench_reports import report
-from kits.error_lines import error_line
 
 from flowspec_edge.cli.main import main
 
@@ -22,20 +21,6 @@ def test_a_plot_of_files(tmp_path: Path) -> None:
     text = "".join(ElementTree.parse(tmp_path / "f.svg").getroot().itertext())
     assert "VIRTUAL TIME under paper-7b" in text
     assert "stages" in text
-
-
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["--out", "f.svg"], "give --from OUT.json"),
-    (["--from", "GOOD"], "give --out F.svg or F.png"),
-    (["--from", "GOOD", "--out", "f.jpeg"], "f.jpeg: a figure must end in .svg or .png"),
-])
-def test_plot_errors_are_one_line(tmp_path: Path, arguments: list[str], says: str,
-                                  monkeypatch: pytest.MonkeyPatch,
-                                  capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    report(["flowspec"], ["qa"], [0.0]).save(tmp_path / "GOOD")
-    assert says in error_line(capsys, main(["bench", "plot", *arguments]))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["GOOD"]
 
 
 def test_a_timeline_as_text_and_as_a_figure(model: Path, tmp_path: Path,
@@ -56,18 +41,3 @@ def test_a_timeline_as_text_and_as_a_figure(model: Path, tmp_path: Path,
         "{http://www.w3.org/2000/svg}text")}
     assert runs & texts
     assert any("VIRTUAL TIME under paper-7b" in text for text in texts)
-
-
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["--prompt", ""], "the prompt is empty"),
-    (["--out", "t.txt"], "a figure must end in .svg or .png"),
-])
-def test_timeline_errors_are_one_line(model: Path, tmp_path: Path, arguments: list[str], says: str,
-                                      monkeypatch: pytest.MonkeyPatch,
-                                      capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    capsys.readouterr()
-    code = main(["bench", "timeline", "--model", str(model), "--prompt", "x", "--max-new-tokens", "4",
-                 "--stages", "2", *arguments])
-    assert says in error_line(capsys, code)
-    assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from kits.bench_reports import report
-from kits.error_lines import error_line
 
 from flowspec_edge.cli.main import main
 
@@ -70,15 +69,3 @@ def test_several_files_and_the_papers_means(tmp_path: Path, capsys: pytest.Captu
     out = capsys.readouterr().out
     assert "| autoregressive" in out
     assert "Chunk-PP |" not in out
-
-
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["--from", "GOOD", "--json", "x.json"], "--from only reads files"),
-    (["--temperature", "1"], "No such option"),
-])
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], says: str,
-                                               capsys: pytest.CaptureFixture[str]) -> None:
-    report(["flowspec"], ["qa"], [0.0]).save(tmp_path / "GOOD")
-    (tmp_path / "FOREIGN").write_text('{"rows": []}')
-    real = [str(tmp_path / a) if a in ("GOOD", "FOREIGN") else a for a in arguments]
-    assert says in error_line(capsys, main(["bench", "tables", *real]))

@@ -95,29 +95,3 @@ def test_a_sweep_over_a_recording(recording: Path, capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     assert "0 of 4 answers" in printed
     assert "1000 Mbps" in printed
-
-
-def test_a_plan_over_a_recording(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", "llama-2-7b", "--devices", "orin-nano-8gb:3", "--dtype", "int4", "--strategies",
-                 "flowspec,autoregressive", "--recording", str(recording), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["predictions"]
-    assert "demo with its EAGLE-2 head, recorded" in found[0]["label"]
-    assert found[0]["tokens_per_second"] > found[1]["tokens_per_second"] > 0
-
-
-@pytest.mark.parametrize(("words", "said"), [
-    (["bench", "run", "--recording", "none.flowrec"], "there is no recording none.flowrec"),
-    (["bench", "run", "--recording", "FILE", "--chat"], "leave --chat out"),
-    (["bench", "run", "--recording", "FILE", "--clock", "wall"], "leave --clock wall out"),
-    (["bench", "run", "--recording", "FILE", "--temperature", "0.5"], "no text at temperature 0.5"),
-    (["bench", "run", "--recording", "FILE", "--strategies", "pearl", "--set", "draft=lm"], "leave pearl out"),
-    (["record", "--out", "x.flowrec", "--draft", "ngram"], "n-grams need no recording"),
-    (["record", "--out", "nowhere/x.flowrec"], "no directory nowhere"),
-])
-def test_what_cannot_be(recording: Path, words: list[str], said: str, tmp_path: Path,
-                        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main([str(recording) if word == "FILE" else word for word in words]) > 0
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("flowspec: error: ")
-    assert said in error

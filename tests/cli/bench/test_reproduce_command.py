@@ -1,4 +1,4 @@
-"""``flowspec reproduce``: lists, measures, keeps what was measured, refuses in one line."""
+"""``flowspec reproduce``: lists, measures, keeps what was measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from kits.error_lines import error_line
 from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
@@ -65,15 +64,3 @@ def test_a_table_is_measured_once_and_written(tmp_path: Path, capsys: pytest.Cap
 
     assert main(["reproduce", "flowspec-table-3", *given, "--seed", "7", "--resume"]) == 2
     assert "seed differs" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["flowspec-table-4"], "did you mean flowspec-table-3?"),
-    (["nothing"], "nothing to reproduce is called 'nothing'; there are flowspec-table-1,"),
-    (["spd-law", "--prompts", "/nowhere.jsonl", "--out", "OUT"], "cannot read /nowhere.jsonl"),
-    (["spd-law", "--out", "/proc/nowhere"], "cannot make the directory /proc/nowhere/measured"),
-])
-def test_bad_input_is_one_line(arguments: list[str], says: str, tmp_path: Path,
-                               capsys: pytest.CaptureFixture[str]) -> None:
-    given = [str(tmp_path) if argument == "OUT" else argument for argument in arguments]
-    assert says in error_line(capsys, main(["reproduce", *given]))

@@ -14,7 +14,6 @@ from flowspec_edge.cli.main import main
 from flowspec_edge.util.interpreter import module_command
 
 SHORT = ["--strategies", "autoregressive,chunk_pp", "--limit", "1", "--max-new-tokens", "6"]
-SWEEP = ["sweep", "bandwidth", *SHORT]
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +85,3 @@ def test_a_board_without_the_model_is_named_and_all_are_put_back(
     assert "/nowhere" in said
     assert len(said.strip().splitlines()) == 1
     assert [boards.shown(place) for place in (0, 1)] == before
-
-
-def test_a_cluster_has_links_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SWEEP, "--cluster", "x.toml", "--links", "namespaces"]) == 2
-    assert "not both" in capsys.readouterr().err

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kits.error_lines import error_line
 from kits.family_checkpoints import family_model
 from kits.mtp_layers import with_mtp
 from kits.planned_boards import D0_MB, profile
@@ -449,43 +448,6 @@ def test_a_plan_is_what_a_deployment_would_be(home: Path, capsys: pytest.Capture
     decided = resolve_deployment(load_inventory(file), file)
     assert [device.name for device in decided.boards] == [name for name, _, _ in boards]
     assert [list(layers) for layers in decided.ranges] == [layers for _, _, layers in boards[1:]]
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    ((), "give --devices"),
-    (("--devices", "no-such-board"), "no profile 'no-such-board'"),
-    (("--devices", "HOME/nano.toml:2", "--context", "99999"), "--context 99999 is more than the 2048 tokens"),
-    (("--devices", "HOME/nano.toml:2", "--strategies", "megatron"), "megatron exists in virtual time only"),
-    (("--devices", "HOME/full.toml"), "full alone lacks"),
-    (("--devices", "HOME/full.toml:3", "--dtype", "fp16"), "model in fp16 with 2048 tokens of context needs"),
-])
-def test_errors_are_one_line(home: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...],
-                                   message: str) -> None:
-    capsys.readouterr()
-    given = [text.replace("HOME", str(home)) for text in arguments]
-    assert main(["plan", "--model", str(home / "model"), *given]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith(f"flowspec: error: {message}")
-    assert printed.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("command", [
-    ["plan", "--devices", "orin-nano-8gb:2", "--model"], ["generate", "x", "--model"], ["models", "head"],
-    ["models", "shard", "--stages", "2", "--out", "out", "--model"]])
-@pytest.mark.parametrize("given", ["files", "files/model-q4.gguf", "files/nothing.gguf"])
-def test_gguf_files_are_one_line_in_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                  capsys: pytest.CaptureFixture[str], command: list[str],
-                                                  given: str) -> None:
-    """Also by a path that reads like OWNER/NAME on the hub."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "files").mkdir()
-    (tmp_path / "files/model-q4.gguf").touch()
-    code = main([*command, given])
-    said = error_line(capsys, code)
-    assert "GGUF" in said
-    assert given in said
-    assert [path.name for path in tmp_path.iterdir()] == ["files"]
 
 
 def test_prompts_by_length(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,13 +157,3 @@ def test_an_own_address_with_another_port_is_asked_over_ssh(tmp_path: Path, caps
     assert "127.0.0.1 port 1" in error
     assert "127.0.0.2 port 2" in error
     assert not out.exists()
-
-
-def test_errors_found_before_any_connection(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = str(tmp_path / "cluster.toml")
-    for arguments, fault in [(["a"], "needs two boards at least"), (["a", "b@"], "'b@' is not [USER@]HOST"),
-                             (["a", "b", "--key", "/no/key"], "no file /no/key")]:
-        assert main(["deploy", "init", *arguments, "--out", out]) == 2
-        assert fault in capsys.readouterr().err
-    assert main(["deploy", "init", "a", "b", "--out", f"{tmp_path}/no/cluster.toml"]) == 2
-    assert "make it first" in capsys.readouterr().err

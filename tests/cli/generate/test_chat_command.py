@@ -127,13 +127,6 @@ def test_the_stages_tell_while_an_answer_comes(model: Path, monkeypatch: pytest.
     assert " compute " not in after
 
 
-def test_a_model_without_a_template_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch,
-                                               capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
-    assert main(["chat", "--model", str(model), "--stages", "2"]) == 2
-    assert "no chat template" in capsys.readouterr().err
-
-
 def test_the_demonstration_model_is_the_default(
         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("def f(x):\n"))

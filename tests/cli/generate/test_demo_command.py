@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from kits.plain_answers import tokenizer_of
 from kits.tiny_model_dir import tiny_model_dir
+from kits.transformers_generate import reference_text
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowspec_edge.cli.common import workload
 from flowspec_edge.cli.common.workload import demo_prompts
@@ -22,6 +23,7 @@ from flowspec_edge.d0.request import Result, Stats
 from flowspec_edge.lab.bench.tasks import load_prompts
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
+from flowspec_edge.sampling.rule import Sampling
 
 FEW = ("--stages", "2", "--max-new-tokens", "8")
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -34,17 +36,10 @@ def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return int(request.param)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
-
-
 def transformers_answer(model: Path, text: str) -> str:
-    tokenizer = AutoTokenizer.from_pretrained(model / "target")
-    target = AutoModelForCausalLM.from_pretrained(model / "target")
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)
-    new = target.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    return str(tokenizer.decode(new))
+    tokenizer = tokenizer_of(model)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return str(tokenizer.decode(reference_text(model, ids, Sampling(), 8, [])[0]))
 
 
 def test_the_same_words_twice_then_a_table(model: Path, capsys: pytest.CaptureFixture[str], processors: int) -> None:

@@ -12,14 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from kits.error_lines import error_line
+from kits.plain_answers import plain_text, tokenizer_of
 from kits.process_clusters import PATIENCE
 from kits.tiny_model_dir import never_ends, tiny_model_dir
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from kits.transformers_generate import reference_text
 
 from flowspec_edge.cli.main import main
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 
 PROMPT = "def f(x):\n    return"
@@ -33,11 +31,8 @@ def generate(model: Path, *arguments: str, clock: str = "virtual") -> int:
 @pytest.fixture(scope="module")
 def reference(model: Path) -> tuple[list[int], str]:
     """Greedy tokens and their text, from transformers alone."""
-    tokenizer = AutoTokenizer.from_pretrained(model / "target")
-    target = AutoModelForCausalLM.from_pretrained(model / "target")
-    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
-    out = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    new = out[0, ids.shape[1] :].tolist()
+    tokenizer = tokenizer_of(model)
+    new, _ = reference_text(model, tokenizer(PROMPT)["input_ids"], Sampling(), 12, [])
     return new, tokenizer.decode(new)
 
 
@@ -100,10 +95,8 @@ def test_ctrl_c_stops_the_text_and_prints_its_figures(tmp_path: Path) -> None:
     (line,) = err.decode().splitlines()
     counted = re.search(r"(\d+) tokens? \(cancelled\)", line)
     assert counted is not None, line
-    tokenizer = AutoTokenizer.from_pretrained(model / "target")
-    tokens, _ = PlainDecoder(model).generate(tokenizer(PROMPT)["input_ids"], int(counted[1]), Sampling())
-    assert (begun + rest).decode() == tokenizer.decode(tokens) + "\n"
-    assert len(tokens) < 2000
+    assert (begun + rest).decode() == plain_text(model, PROMPT, int(counted[1])) + "\n"
+    assert int(counted[1]) < 2000
 
 
 @pytest.mark.slow
@@ -151,30 +144,3 @@ def test_sampled_text_depends_on_the_seed_and_not_on_the_method(model: Path,
     assert one == sampled(1, "--strategy", "autoregressive")
     assert one == sampled(1, "--set", "rank=draft", "--set", "plus_width=7")
     assert one != sampled(2)
-
-
-@pytest.mark.parametrize(("arguments", "names"), [
-    ([], "--prompt-file"),
-    (["text", "--prompt-file", "also"], "--prompt-file"),
-    ([""], "prompt"),
-    (["x", "--dtype", "fp8"], "'--dtype'"),
-    (["x", "--set", "plus_width=0"], "plus_width"),
-    (["x", "--set", "tree_size=7"], "'tree_size'"),
-    (["x" * 2100], "2048"),
-])
-def test_bad_input_is_one_line_and_exit_code_2(model: Path, arguments: list[str], names: str,
-                                               capsys: pytest.CaptureFixture[str]) -> None:
-    assert names in error_line(capsys, generate(model, *arguments))
-
-
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["--strategy", "pipedec"], "pipedec drafts with draft-lm/, which"),
-    (["--strategy", "pipedec"], "draft with its EAGLE-2 head: --draft eagle2"),
-    (["--strategy", "flowspec", "--draft", "lm"], "flowspec drafts with draft-lm/, which"),
-    (["--strategy", "spd", "--draft", "eagle2"], "make it with: flowspec models train-spd --model "),
-])
-def test_a_missing_draft_model_is_named_at_once(model: Path, tmp_path: Path, arguments: list[str], says: str,
-                                                capsys: pytest.CaptureFixture[str]) -> None:
-    for part in ("target", "eagle2"):
-        (tmp_path / part).symlink_to(model / part)
-    assert says in error_line(capsys, generate(tmp_path, "x", *arguments))

@@ -11,17 +11,15 @@ import pytest
 from kits import ssh_boards
 from kits.error_lines import error_line
 from kits.http_server import NAME, Running, running, served
+from kits.plain_answers import plain_text, plain_tokens
 from kits.services import free_port
 from kits.tiny_model_dir import tiny_model_dir
-from transformers import AutoTokenizer
 
 from flowspec_edge.cli.main import main
 from flowspec_edge.d0.request import Request
 from flowspec_edge.drivers.processes.clusters import open_cluster
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
-from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
 
 PROMPT = "def f(x): return"
@@ -59,13 +57,6 @@ def file(server: Running, tmp_path: Path) -> str:
     return described(tmp_path / "cluster.toml", urlsplit(server.url).port or 0)
 
 
-def expected(model: Path, sampling: Sampling = Sampling()) -> tuple[list[int], str]:  # noqa: B008
-    tokenizer = AutoTokenizer.from_pretrained(model / "target")
-    tokens, _ = PlainDecoder(model).generate(tokenizer(PROMPT)["input_ids"], 12, sampling,
-                                             OpenModel(model).stop_ids)
-    return tokens, tokenizer.decode(tokens)
-
-
 def generate(file: str, *arguments: str) -> int:
     return main(["generate", "--cluster", file, "--max-new-tokens", "12", *arguments])
 
@@ -93,27 +84,27 @@ def test_over_ssh(model: Path, cluster: ProcessCluster, tmp_path: Path,
             boards.file.write_text(boards.file.read_text().replace("ssh_user", "ssh_port = 2\nssh_user", 1))
             assert generate(file, PROMPT) == 1
             assert "port 2: Connection refused" in capsys.readouterr().err
-    assert (told["tokens"], told["text"]) == expected(model)
+    assert told["text"] == plain_text(model, PROMPT, 12)
 
 
 def test_tokens_are_plain_decodings(model: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate(file, PROMPT, "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["tokens"], told["text"]) == expected(model)
+    assert (told["tokens"], told["text"]) == (plain_tokens(model, PROMPT, 12), plain_text(model, PROMPT, 12))
     assert (told["finish_reason"], told["strategy"], told["model"], told["cluster"], told["clock"]) == (
         "length", "flowspec", NAME, "here", "wall")
     assert told["stats"]["turns"] > 0
     assert told["sampling"]["temperature"] == {"value": 0.0, "from": "the service"}
     assert generate(file, PROMPT, "--strategy", "chunk_pp") == 0
     out, err = capsys.readouterr()
-    assert out == expected(model)[1] + "\n"
+    assert out == told["text"] + "\n"
     assert err.startswith(f"[chunk_pp, {NAME} on here, 2 stages: 12 tokens (length), ")
 
 
 def test_sampling_is_that_of_a_run_here(model: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate(file, PROMPT, "--json", "--temperature", "1", "--top-p", "0.9", "--seed", "3") == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["tokens"] == expected(model, Sampling(temperature=1.0, top_p=0.9, seed=3))[0]
+    assert told["tokens"] == plain_tokens(model, PROMPT, 12, Sampling(temperature=1.0, top_p=0.9, seed=3))
     assert told["sampling"]["seed"] == {"value": 3, "from": "command line"}
 
 
@@ -126,18 +117,6 @@ def test_the_service_gets_the_answers_schema(file: str, tmp_path: Path, capsys: 
         assert generate(file, PROMPT, *question, "--json-schema", str(schema)) == 0
         out, err = capsys.readouterr()
         assert (out.strip(), "(stop)" in err) == ("7", True)
-
-
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["--stages", "2"], "--stages does not work with --cluster"),
-    (["--set", "segment=8"], "--set does not work with --cluster"),
-    (["--clock", "virtual"], "--clock does not"),
-    (["--trace", "t"], "--trace does not"),
-    (["--strategy", "magic"], "no strategy 'magic'"), (["--system", "s"], "--system works with --chat only"),
-])
-def test_options_of_a_run_here_are_refused(tmp_path: Path, arguments: list[str], says: str,
-                                           capsys: pytest.CaptureFixture[str]) -> None:
-    assert says in error_line(capsys, generate(described(tmp_path / "c.toml", 1), PROMPT, *arguments))
 
 
 def test_errors_of_the_service_are_shown(file: str, capsys: pytest.CaptureFixture[str]) -> None:

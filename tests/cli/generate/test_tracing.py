@@ -36,16 +36,6 @@ def test_a_request_s_trace_has_its_text(model: Path, tmp_path: Path, capsys: pyt
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_path_that_cannot_be_written_is_refused_at_once(
-        model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in (tmp_path, tmp_path / "no" / "such.json"):
-        assert main(arguments(model, path)) == 2
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.startswith(f"flowspec: error: cannot write {path}: ")
-        assert err.count("\n") == 1
-
-
 def test_a_request_that_never_began_has_no_trace(model: Path, tmp_path: Path,
                                                  capsys: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "broken"

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import warnings
-from collections.abc import Callable
-from multiprocessing.process import BaseProcess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
-from kits.hub_server import commit_of, hub
+from kits.hub_server import Commands, Hub, commit_of
 from kits.sharded_models import as_bin
 from kits.tiny_model_dir import tiny_model_dir
 from kits.tiny_models import tiny_llama
@@ -94,7 +86,6 @@ def test_verify_and_a_board(sharded: Path, tmp_path: Path, capsys: pytest.Captur
     assert "norm.safetensors has been altered" in fails(capsys, "verify", board)
     shutil.rmtree(board / "stage-2")
     assert "has none of the parts stage-1, stage-2, draft" in fails(capsys, "verify", board)
-    assert "is not a sharded model: manifest.json is missing" in fails(capsys, "verify", tmp_path)
     assert "is not a sharded model" in fails(capsys, "inspect", "demo")
 
 
@@ -108,103 +99,31 @@ def test_again_it_is_finished(model: Path, sharded: Path, capsys: pytest.Capture
     assert main(["models", "verify", str(sharded)]) == 0
 
 
-@pytest.mark.parametrize(("options", "complaint"), [
-    (["--stages", "9"], "9 stages are more than the model's 4 layers"),
-    (["--split", "2,3"], "makes 5 layers, and the model has 4"),
-    (["--split", "4,x"], "--split must be whole numbers from 1, separated by commas"),
-    ([], "give either --stages N or --split"),
-    (["--stages", "2", "--split", "2,2"], "give either --stages N or --split"),
-    (["--stages", "2", "--group", "64"], "--group goes with --dtype int4"),
-    (["--stages", "2", "--kernels", "x.json"], "--kernels goes with --dtype 4bit"),
-    (["--stages", "2", "--draft", "nowhere"], "no draft model at nowhere"),
-    (["--stages", "2", "--dtype", "int3"], "int3"),
-])
-def test_bad_options_write_nothing(model: Path, tmp_path: Path, options: list[str], complaint: str,
-                                              capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    assert complaint in fails(capsys, "shard", "--model", model, "--out", out, *options)
-    assert not out.exists()
-
-
-def test_where_nothing_can_be_written(model: Path, tmp_path: Path,
-                                      capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("shard", "--model", model, "--stages", 2, "--out")
-    assert "cannot write /proc/flowspec" in fails(capsys, *asked, "/proc/flowspec")
-    (tmp_path / "notes").touch()
-    assert "is not empty (it holds notes)" in fails(capsys, *asked, tmp_path)
-
-
-@pytest.mark.parametrize(("content", "result"), [
-    ('{"fastest": "nf4"}', "nf4"), ('{"fastest": "int4", "more": 1}', "int4"),
-    ('{"fastest": null}', "no 4-bit kind works on that device"),
-    ('{"fastest": "fp8"}', "'fp8' is the fastest, which is no 4-bit kind"),
-    ("{}", 'it has no key "fastest"'), ("[", "is not valid JSON"), (None, "cannot read"),
-])
-def test_the_boards_fastest_kind(model: Path, tmp_path: Path, content: str | None, result: str,
-                                 capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", ["nf4", "int4"])
+def test_the_boards_fastest_kind(model: Path, tmp_path: Path, kind: str) -> None:
     kernels, out = tmp_path / "kernels.json", tmp_path / "out"
-    if content is not None:
-        kernels.write_text(content)
-    asked = ("shard", "--model", model, "--stages", 2, "--dtype", "4bit", "--kernels", kernels, "--out", out)
-    if result in ("nf4", "int4"):
-        assert main(["models", *map(str, asked)]) == 0
-        assert Manifest.read(out).dtype == result
-    else:
-        assert result in fails(capsys, *asked)
-        assert not out.exists()
+    kernels.write_text(json.dumps({"fastest": kind, "more": 1}))
+    assert main(["models", "shard", "--model", str(model), "--stages", "2", "--dtype", "4bit", "--kernels",
+                 str(kernels), "--out", str(out)]) == 0
+    assert Manifest.read(out).dtype == kind
 
 
-def flowspec(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-    """The command in a process of its own."""
-    return subprocess.Popen([sys.executable, "-m", "flowspec_edge.cli.main", *map(str, arguments)], text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment})
+def test_interrupted_it_goes_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                capsys: pytest.CaptureFixture[str]) -> None:
+    """As by a Ctrl-C when the first file is complete; test_interrupt sends signals."""
+    out, add = tmp_path / "out", Journal.add
+    command = ["models", "shard", "--model", str(model), "--stages", "3", "--dtype", "int4", "--out", str(out)]
 
+    def interrupted(journal: Journal, file: PartFile) -> None:
+        add(journal, file)
+        raise KeyboardInterrupt
 
-def ends(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit code and errors."""
-    _, errors = process.communicate(timeout=120)
-    return process.returncode, errors
-
-
-def forked(work: Callable[[], int], errors: Path) -> tuple[BaseProcess, Path]:
-    """Start ``work`` in a copy of this process, which has imported everything; its errors go to a file."""
-
-    def child() -> None:
-        torch.set_num_threads(1)
-        sys.stderr = errors.open("w")
-        code = work()
-        sys.stderr.flush()
-        sys.exit(code)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of threads, which do nothing
-        process = multiprocessing.get_context("fork").Process(target=child)
-        process.start()
-    return process, errors
-
-
-def test_interrupted_it_goes_on(tmp_path: Path) -> None:
-    """A Ctrl-C when the first file is complete."""
-    model, out = tiny_llama(tmp_path / "model", layers=6, hidden=512), tmp_path / "out"
-    asked = ("models", "shard", "--model", model, "--stages", 3, "--dtype", "int4", "--out", out)
-
-    def interrupted() -> int:
-        def add(journal: Journal, file: PartFile) -> None:
-            added(journal, file)
-            os.kill(os.getpid(), signal.SIGINT)
-
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-        added = Journal.add
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Journal, "add", add)
-            return main([str(word) for word in asked])
-
-    process, errors = forked(interrupted, tmp_path / "errors")
-    process.join(60)
-    assert process.exitcode == 130
-    assert errors.read_text().strip() == f"flowspec: interrupted; the same command resumes in {out}"
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", interrupted)
+        assert main(command) == 130
+    assert capsys.readouterr().err.strip() == f"flowspec: interrupted; the same command resumes in {out}"
     assert not (out / "manifest.json").exists()
-    assert main([str(word) for word in asked]) == 0
+    assert main(command) == 0
     for part in Manifest.read(out).parts:
         Manifest.read(out).check(part)
 
@@ -223,36 +142,34 @@ def test_a_model_from_the_hub(tmp_path: Path, pickled: bool) -> None:
     (home / "onnx").mkdir()
     (home / "onnx" / "model.safetensors").write_bytes(b"not wanted either")
     (home / "README.md").write_text("nor this")
-    cache, out = tmp_path / "cache", tmp_path / "out"
-    with hub({"someone/tiny": home}) as (address, asked):
-        here = {"HF_ENDPOINT": address, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}
-        process = flowspec("models", "shard", "--model", "someone/tiny", "--stages", 2, "--out", out, **here)
-        output, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    out = tmp_path / "out"
+    with closing(Hub(tmp_path / "cache")) as online:
+        online.repositories["someone/tiny"] = home
+        code, output, errors = online.flowspec("models", "shard", "--model", "someone/tiny", "--stages", 2,
+                                               "--out", out)
+        assert code == 0, errors
         assert "2 stages, fp16, no draft model" in output
         manifest = Manifest.read(out)
         assert (manifest.source.name, manifest.source.revision) == ("someone/tiny", commit_of("someone/tiny"))
-        got = {path.rpartition("/")[2] for path in asked if "/resolve/" in path}
+        got = {path.rpartition("/")[2] for path in online.asked if "/resolve/" in path}
         weights = "pytorch_model.bin" if pickled else "model.safetensors"
         assert got == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
                        weights}
-        assert not any("onnx" in path for path in asked if "/resolve/" in path)
+        assert not any("onnx" in path for path in online.asked if "/resolve/" in path)
 
 
 @pytest.mark.soak
 def test_offline_the_cache_is_enough(tmp_path: Path) -> None:
-    home, cache = tiny_llama(tmp_path / "tiny", layers=2), tmp_path / "cache"
-    with hub({"someone/tiny": home}) as (address, _):
-        here = {"HF_ENDPOINT": address, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}
-        asked = ("models", "shard", "--model", "someone/tiny", "--stages", 2, "--out")
-        assert ends(flowspec(*asked, tmp_path / "a", **here))[0] == 0
-        code, errors = ends(flowspec(*asked[:3], "someone/else", *asked[4:], tmp_path / "d", **here))
-        assert code == 2
-        assert "no directory someone/else, and the hub does not provide it" in errors
-        assert len(errors.strip().splitlines()) == 1
-    for place, environment in (("b", here), ("c", {**here, "HF_HUB_OFFLINE": "1"})):
-        assert ends(flowspec(*asked, tmp_path / place, **environment))[0] == 0
-        Manifest.read(tmp_path / place).check("stage-1")
-        code, errors = ends(flowspec(*asked[:3], "someone/else", *asked[4:], tmp_path / "d", **environment))
-        assert code == 2
-        assert len(errors.strip().splitlines()) == 1
+    def shards(commands: Commands, out: str) -> None:
+        given = ("--stages", 2, "--out", tmp_path / out)
+        assert commands.flowspec("models", "shard", "--model", "someone/tiny", *given)[0] == 0
+        Manifest.read(tmp_path / out).check("stage-1")
+        code, _, errors = commands.flowspec("models", "shard", "--model", "someone/else", *given[:3], tmp_path / "none")
+        assert (code, len(errors.strip().splitlines())) == (2, 1)
+
+    with closing(Hub(tmp_path / "cache")) as online:
+        online.repositories["someone/tiny"] = tiny_llama(tmp_path / "tiny", layers=2)
+        shards(online, "a")
+    for out, environment in (("b", online.environment), ("c", {**online.environment, "HF_HUB_OFFLINE": "1"})):
+        with closing(Commands(**environment)) as offline:
+            shards(offline, out)

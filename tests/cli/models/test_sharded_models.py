@@ -44,19 +44,6 @@ def test_a_group_computes_the_whole_of_a_cut_model(cut: Path, capsys: pytest.Cap
     assert len({stage["compute_s"] for stage in group["stats"]["stages"]}) == 1
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    (["--stages", "4"], "was sharded into 3 stages, not 4: use 3, or shard it again"),
-    (["--draft", "eagle3"], "flowspec_plus drafts with eagle3/, which"),
-])
-def test_what_does_not_go_with_it_is_one_line(cut: Path, options: list[str], said: str,
-                                              capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(cut, *options) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert said in err
-
-
 def test_a_benchmark_checks_it_against_its_own_weights(cut: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert main(["bench", "run", "--model", str(cut), "--strategies", "flowspec,chunk_pp", "--limit", "1",

@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 from kits import ssh_boards
+from kits.plain_answers import plain_text
 from kits.process_clusters import PATIENCE
 from kits.tiny_model_dir import tiny_model_dir
 from openai import OpenAI
-from transformers import AutoTokenizer
 
-from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.opened import OpenModel
-from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.util.interpreter import module_command
 
 PROMPT = "def f(x): return"
@@ -47,7 +44,4 @@ def test_boards_answer_clients_and_nothing_stays_on_them(tmp_path: Path) -> None
         worker = " ".join(module_command("flowspec_edge.drivers.stage", python=sys.executable))
         for place in (1, 2):
             assert boards.left(place, worker) == 0
-    tokenizer = AutoTokenizer.from_pretrained(model / "target")
-    new, _ = PlainDecoder(model).generate(tokenizer(PROMPT)["input_ids"], 12, Sampling(),
-                                          OpenModel(model).stop_ids)
-    assert done.choices[0].text == tokenizer.decode(new)
+    assert done.choices[0].text == plain_text(model, PROMPT, 12)

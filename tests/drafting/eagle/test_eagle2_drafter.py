@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from kits.draft_heads import GREEDY, Eagle2, Session, log_softmax
+from kits.draft_heads import GREEDY, Eagle2, Session
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -88,14 +88,6 @@ def test_a_rewound_cache_gives_memory_back():
     s.random_history(4)
 
 
-def test_every_node_again_after_every_commit():
-    s = session(11)
-    s.commit([3, 1, 4, 1, 5])
-    s.plant()
-    s.expand([s.root.id])
-    s.every_node_again()
-
-
 @pytest.mark.parametrize("limit", [2, 5, 12])
 def test_rows_see_no_further_than_the_head_was_trained_for(limit):
     """Prompts longer than the limit at once, texts that grow past it, trees deeper than it."""
@@ -140,22 +132,6 @@ def test_root_again_without_new_text_runs_no_row():
 
 def test_reset_forgets_everything():
     session(3).forgets()
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 0.05), ("bfloat16", 0.3)])
-def test_half_precision_heads_take_features_of_their_dtype(dtype, tolerance):
-    head, lm_head = make_head(4), torch.randn(V, H, dtype=torch.float64) / 8
-    features = torch.randn(6, H).to(getattr(torch, dtype))
-    reference = reference_of(head, lm_head)
-    rows = [(f, t, i) for i, (f, t) in enumerate(zip(features.double().numpy(), range(1, 7), strict=True))]
-    x = reference.logits(reference.row(rows))
-    head.to(getattr(torch, dtype))
-    drafter = EagleDrafter(head, lm_head.to(getattr(torch, dtype)))
-    drafter.commit([0], None)
-    drafter.commit(list(range(1, 7)), features)
-    got = drafter.expand(DraftRequest(0, (DraftNode(0, -1, 6, 6),), V))
-    want = log_softmax(x)
-    assert np.abs(got.scores[0] - want[got.tokens[0]]).max() < tolerance * np.abs(want).max()
 
 
 @pytest.mark.parametrize("bits", ["int4", "int8"])

@@ -53,15 +53,6 @@ def test_random_histories_agree_with_full_recomputation(tmp_path, drafted, kv_he
     s.random_history(20)
 
 
-def test_a_pass_over_one_node_leaves_its_parents_output_as_it_was(tmp_path):
-    s = session(tmp_path, 5)
-    s.commit([3, 1, 4, 1, 5])
-    s.plant()
-    s.expand([s.root.id])
-    for child in s.children[s.root.id]:
-        s.expand([child])
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_published_variant_agrees(tmp_path, variant):
     session(tmp_path, 12, kv_heads=2, **VARIANTS[variant]).random_history(15)

@@ -94,14 +94,6 @@ def test_cancelled_and_empty_segments_are_shown_as_such(tiny_model: Path) -> Non
     assert all(e["args"]["kept"] >= 0 for e in prunes)
 
 
-def test_text_is_that_of_the_stream(tiny_model: Path) -> None:
-    trace, result = traced(tiny_model, "flowspec")
-    document = chrome_trace(trace, STAGES, {"model": "tiny"}, lambda ids: "".join(chr(97 + i) for i in ids))
-    said = [e["args"].get("text", "") for e in tracks(check_format(document))["D0", "verification"]]
-    assert "".join(said) == "".join(chr(97 + token) for token in result.tokens)
-    assert document["otherData"]["model"] == "tiny"
-
-
 def test_what_there_is_of_an_interrupted_request_is_marked(tiny_model: Path) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kits.rail_files import CHIP, board, rail
 
-from flowspec_edge.d0.energy import cluster_energy, once_per_board
+from flowspec_edge.d0.energy import cluster_energy
 from flowspec_edge.drivers.observe.power import (
     PowerMeter,
     SessionEnergy,
@@ -162,15 +162,6 @@ def test_a_sensor_that_fails_leaves_sessions_without_a_figure(tmp_path: Path) ->
     assert bench.energy.idle_watts == pytest.approx(5.0)
 
 
-def test_without_a_meter_nothing_is_told() -> None:
-    energy = SessionEnergy(None)
-    energy.open(1)
-    energy.work_for(1)
-    energy.update()
-    assert energy.close(1) == {}
-    assert energy.idle_watts is None
-
-
 @pytest.mark.parametrize(("told", "whole"), [
     ([(1.0, 10.0, 4.0), (2.0, 20.0, 6.0)], (30.0, 10.0)),
     ([(1.0, 10.0, 4.0), (1.0, 11.0, 5.0), (2.0, 20.0, 6.0), (2.0, 1.0, 1.0)], (30.0, 10.0)),
@@ -184,11 +175,3 @@ def test_a_cluster_is_the_sum_of_its_boards(told: list[tuple[float | None, float
                  {**({} if one[0] is None else {"board": one[0]}), "session_j": one[1],
                   **({} if one[2] is None else {"session_above_idle_j": one[2]})} for one in told]
     assert cluster_energy(processes) == whole
-
-
-def test_power_is_shown_once_a_board() -> None:
-    assert once_per_board({0: {"watts": 5.0, "energy_j": 9.0, "board": 1.0, "load": 1.0},
-                         1: {"watts": 5.1, "energy_j": 8.0, "board": 1.0, "load": 2.0},
-                         2: {"watts": 7.0, "energy_j": 8.0, "board": 2.0}, 3: {"load": 3.0}}) == {
-        0: {"watts": 5.0, "energy_j": 9.0, "board": 1.0, "load": 1.0}, 1: {"load": 2.0},
-        2: {"watts": 7.0, "energy_j": 8.0, "board": 2.0}, 3: {"load": 3.0}}

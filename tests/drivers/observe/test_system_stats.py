@@ -46,10 +46,6 @@ def test_what_a_board_does_not_tell_is_left_out(root: Path, file: str, missing: 
     assert read_system_stats(root) == {name: value for name, value in whole.items() if name not in missing}
 
 
-def test_nothing_at_all(tmp_path: Path) -> None:
-    assert read_system_stats(tmp_path) == {}
-
-
 def test_no_nonsense_makes_it_fail(root: Path) -> None:
     chance = random.Random(0)
     for name, before in FILES.items():

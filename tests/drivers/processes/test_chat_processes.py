@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
-from kits.process_clusters import PATIENCE
+from kits.process_clusters import PATIENCE, served
+from kits.requests import own_text, prompt
 
 from flowspec_edge.d0.capacity import session_rows
 from flowspec_edge.d0.observer import Observer
@@ -19,7 +17,6 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.d0.run_events import HeartbeatArrived, RunEvent, SessionOpened
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
 
@@ -46,33 +43,6 @@ class Watch(Observer):
                 self.order.append(event.request.prompt[0])
 
 
-@contextmanager
-def served(cluster: ProcessCluster) -> Iterator[None]:
-    """Another thread answers."""
-    stopped = threading.Event()
-    server = threading.Thread(target=cluster.serve, args=(stopped.is_set,))
-    server.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        server.join(PATIENCE)
-    assert not server.is_alive()
-
-
-@cache
-def plain(model: Path) -> PlainDecoder:
-    return PlainDecoder(model)
-
-
-def expected(model: Path, request: Request) -> list[int]:
-    return plain(model).generate(list(request.prompt), request.max_new_tokens, request.sampling)[0]
-
-
-def some(seed: int, count: int) -> list[int]:
-    return np.random.default_rng(seed).integers(1, 97, count).tolist()
-
-
 @pytest.fixture(scope="module")
 def watch() -> Watch:
     return Watch()
@@ -94,11 +64,11 @@ class Chat:
 
     def __init__(self, seed: int, strategy: str, params: Params, sampling: Sampling) -> None:
         self.seed, self.strategy, self.params, self.sampling = seed, strategy, params, sampling
-        self.history, self.known = some(seed, 40), 0
+        self.history, self.known = prompt(seed, 40), 0
 
     def turn(self, cluster: ProcessCluster, model: Path, tokens: int = 8) -> None:
         request = Request(self.history, self.strategy, tokens, self.sampling, self.params)
-        answer = expected(model, request)
+        answer = own_text(model, request)
         result = cluster.submit(request).result(PATIENCE)
         assert result.tokens == answer
         # The newest token of a text no stage has seen, unless more was decided with it; one row less
@@ -107,7 +77,7 @@ class Chat:
         assert result.as_json("")["stats"]["reused"] == result.stats.reused
         self.seed += 1
         self.known = max(0, len(self.history) + len(answer) - 1)
-        self.history = [*self.history, *answer, *some(self.seed, 3)]
+        self.history = [*self.history, *answer, *prompt(self.seed, 3)]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED])
@@ -124,19 +94,8 @@ def test_chats_of_several_turns_in_turns(cluster: ProcessCluster, tiny_model: Pa
                 chat.turn(cluster, tiny_model)
 
 
-def test_a_turn_that_was_edited(cluster: ProcessCluster, tiny_model: Path) -> None:
-    """Up to the edit nothing is read in again."""
-    first = Request(some(7, 60), "flowspec", 8, SAMPLED, SMALL)
-    edited = Request([*first.prompt[:50], (first.prompt[50] + 1) % 97, *some(8, 6)], "flowspec", 8, SAMPLED,
-                     SMALL)
-    with served(cluster):
-        assert cluster.submit(first).result(PATIENCE).tokens == expected(tiny_model, first)
-        result = cluster.submit(edited).result(PATIENCE)
-        assert (result.tokens, result.stats.reused) == (expected(tiny_model, edited), 49)
-
-
 def test_one_whose_listener_fails_leaves_its_rows(cluster: ProcessCluster, tiny_model: Path) -> None:
-    request = Request(some(9, 60), "flowspec", 50, SAMPLED, SMALL)
+    request = Request(prompt(9, 60), "flowspec", 50, SAMPLED, SMALL)
 
     def fail(new: list[int]) -> None:
         raise ValueError("the client is gone")
@@ -145,23 +104,14 @@ def test_one_whose_listener_fails_leaves_its_rows(cluster: ProcessCluster, tiny_
         with pytest.raises(ValueError, match="the client is gone"):
             cluster.submit(request, fail).result(PATIENCE)
         result = cluster.submit(request).result(PATIENCE)
-        assert (result.tokens, result.stats.reused) == (expected(tiny_model, request), 59)
-
-
-def test_the_longest_unused_goes_first(cluster: ProcessCluster, tiny_model: Path) -> None:
-    """Three texts do not fit beside a fourth request: nothing of the oldest is kept."""
-    texts = [Request(some(20 + i, 500), "autoregressive", 2, params=SMALL) for i in range(3)]
-    with served(cluster):
-        for i, reused in ((0, 0), (1, 0), (0, 499), (2, 0), (1, 0), (2, 499)):
-            request, result = texts[i], cluster.submit(texts[i]).result(PATIENCE)
-            assert (result.tokens, result.stats.reused) == (expected(tiny_model, request), reused)
+        assert (result.tokens, result.stats.reused) == (own_text(tiny_model, request), 59)
 
 
 def test_requests_wait_for_room_in_their_order(cluster: ProcessCluster, tiny_model: Path, watch: Watch
                                                ) -> None:
     """Two fit at a time; one that needs all the room runs alone, and no other overtakes it."""
-    requests = [Request([i, *some(40 + i, 60)], "flowspec", 8, SAMPLED, SMALL) for i in range(1, 6)]
-    requests[2] = Request([3, *some(43, 60)], "flowspec", 1250, SAMPLED, SMALL)
+    requests = [Request([i, *prompt(40 + i, 60)], "flowspec", 8, SAMPLED, SMALL) for i in range(1, 6)]
+    requests[2] = Request([3, *prompt(43, 60)], "flowspec", 1250, SAMPLED, SMALL)
     assert session_rows(requests[0], STAGES) * 2 < BUDGET < session_rows(requests[0], STAGES) * 3
     assert session_rows(requests[2], STAGES) < BUDGET < session_rows(requests[2], STAGES) + 200
     watch.order.clear()
@@ -171,31 +121,30 @@ def test_requests_wait_for_room_in_their_order(cluster: ProcessCluster, tiny_mod
         assert heard.wait(PATIENCE)
         handles[2].cancel()
         for i in (0, 1, 3, 4):
-            assert handles[i].result(PATIENCE).tokens == expected(tiny_model, requests[i])
+            assert handles[i].result(PATIENCE).tokens == own_text(tiny_model, requests[i])
         assert handles[2].result(PATIENCE).finish_reason == "cancelled"
     assert watch.order == [1, 2, 3, 4, 5]
     assert 1200 * ROW < watch.most_bytes <= BUDGET * ROW  # they tell at every Close
 
-
-def test_one_that_needs_more_than_there_is_runs_alone(cluster: ProcessCluster, tiny_model: Path) -> None:
-    request = Request(some(60, 40), "autoregressive", 1500, params=SMALL)
+    # One that needs more than there is runs alone; the stages keep the memory that they allocate for it.
+    request = Request(prompt(60, 40), "autoregressive", 1500, params=SMALL)
     assert session_rows(request, STAGES) > BUDGET
-    beside = Request(some(61, 40), "flowspec", 8, params=SMALL)
-    heard = threading.Event()
+    beside = Request(prompt(61, 40), "flowspec", 8, params=SMALL)
+    heard.clear()
     handles = [cluster.submit(r, (lambda new: heard.set()) if r is request else None)
                for r in (beside, request, beside)]
     with served(cluster):
         assert heard.wait(PATIENCE)
         handles[1].cancel()
         for handle in (handles[0], handles[2]):
-            assert handle.result(PATIENCE).tokens == expected(tiny_model, beside)
+            assert handle.result(PATIENCE).tokens == own_text(tiny_model, beside)
         assert handles[1].result(PATIENCE).finish_reason == "cancelled"
 
 
 def test_after_a_fault_nothing_is_kept_and_all_rows_are_free(cluster: ProcessCluster, tiny_model: Path
                                                              ) -> None:
-    request = Request(some(70, 60), "flowspec", 8, params=SMALL)
-    assert cluster.generate(request).tokens == expected(tiny_model, request)
+    request = Request(prompt(70, 60), "flowspec", 8, params=SMALL)
+    assert cluster.generate(request).tokens == own_text(tiny_model, request)
     endless = [cluster.submit(replace(request, max_new_tokens=n)) for n in (900, 200)]
     turns = iter(range(20))
     with pytest.raises(StopIteration):
@@ -204,5 +153,5 @@ def test_after_a_fault_nothing_is_kept_and_all_rows_are_free(cluster: ProcessClu
         with pytest.raises(StopIteration):
             handle.result(PATIENCE)
     results = cluster.generate_many([request, request])
-    assert [result.tokens for result in results] == [expected(tiny_model, request)] * 2
+    assert [result.tokens for result in results] == [own_text(tiny_model, request)] * 2
     assert [result.stats.reused for result in results] == [0, 0]

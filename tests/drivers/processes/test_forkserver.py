@@ -8,15 +8,13 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from multiprocessing import connection
 from pathlib import Path
 
 import pytest
 from kits import network_beds
-from kits.process_clusters import PATIENCE, until
+from kits.process_clusters import PATIENCE, PROMPT, on_third, until
 from kits.rail_files import board, once_measured
 
 from flowspec_edge.d0.request import Request
@@ -24,17 +22,7 @@ from flowspec_edge.drivers.processes import forkserver
 from flowspec_edge.drivers.processes.forkserver import WorkerProcess, server_pid
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
-from flowspec_edge.drivers.stage.config import WorkerConfig
-
-
-@pytest.fixture
-def config(tmp_path: Path, tiny_model: Path) -> Path:
-    """Of a worker whose D0 never comes."""
-    made = WorkerConfig(instance="v1", stage=1, stages=2, model=str(tiny_model / "target"), threads=1,
-                        control="tcp://127.0.0.1:1", listen="tcp://127.0.0.1:*", next="tcp://127.0.0.1:2")
-    path = tmp_path / "v1.toml"
-    path.write_text(made.dump())
-    return path
+from flowspec_edge.errors import FlowspecError
 
 
 def status(pid: int, field: str) -> str:
@@ -146,10 +134,8 @@ def test_a_killed_worker_of_a_stopped_fork_server(
     server = server_pid()
     assert server is not None
     os.kill(server, signal.SIGSTOP)
-    start = time.monotonic()
     worker.kill()
     assert worker.wait(PATIENCE) == 255
-    assert time.monotonic() - start < PATIENCE
     assert network_beds.ended(server, PATIENCE)
 
 
@@ -169,40 +155,75 @@ def test_a_fork_server_that_does_not_answer_is_replaced(config: Path, tmp_path: 
     assert another.wait(PATIENCE) == -signal.SIGKILL
 
 
-def test_a_path_too_long_for_a_socket_is_one_line(config: Path, tmp_path: Path) -> None:
-    script, temporary = tmp_path / "script.py", tmp_path / ("a" * 100)
-    script.write_text(STARTS_ONE)
+# Without a guard: a process that imports it as its main module would start a cluster, too.
+SERVES = """
+import sys
+from pathlib import Path
+from flowspec_edge.d0.request import Request
+from flowspec_edge.drivers.processes.addresses import Loopback
+from flowspec_edge.drivers.processes.forkserver import server_pid
+from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
+from flowspec_edge.drivers.processes.spec import ClusterSpec, Here
+place = Here(Loopback() if sys.argv[2] == "programs" else None)
+with ProcessCluster(ClusterSpec(Path(sys.argv[1]), 1, threads=1), place).start() as cluster:
+    cluster.generate(Request(list(range(9)), "autoregressive", 2))
+    print(server_pid() or "", *cluster.pids, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SERVES)
+    return path
+
+
+def test_a_path_too_long_for_a_socket_is_one_line(script: Path, tiny_model: Path, tmp_path: Path) -> None:
+    temporary = tmp_path / ("a" * 100)
     temporary.mkdir()
-    done = subprocess.run([sys.executable, str(script), str(config), str(tmp_path / "output")], text=True,
+    done = subprocess.run([sys.executable, str(script), str(tiny_model), "forks"], text=True,
                           capture_output=True, check=False, env={**os.environ, "TMPDIR": str(temporary)})
     assert "FlowspecError: cannot start the fork server for workers" in done.stderr.splitlines()[-1]
 
 
-STARTS_ONE = """
-import sys
-from pathlib import Path
-from flowspec_edge.drivers.processes.forkserver import WorkerProcess, server_pid
-worker = WorkerProcess(Path(sys.argv[1]), Path(sys.argv[2]))
-print(server_pid(), worker.pid, flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.mark.slow
-def test_workers_of_an_unguarded_script_end_with_it(config: Path, tmp_path: Path,
-                                                                       short_tmp_path: Path) -> None:
-    script, temporary = tmp_path / "script.py", short_tmp_path
-    script.write_text(STARTS_ONE)
-    with subprocess.Popen([sys.executable, str(script), str(config), str(tmp_path / "output")],
+@pytest.mark.parametrize(("workers", "processes"), [("forks", 2), ("programs", 1)])
+def test_nothing_is_left_of_a_killed_starter(script: Path, tiny_model: Path, short_tmp_path: Path, workers: str,
+                                             processes: int) -> None:
+    """The workers and their fork server end, and remove the cluster's directory."""
+    with subprocess.Popen([sys.executable, str(script), str(tiny_model), workers],
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                          env={**os.environ, "TMPDIR": str(temporary)}) as asking:
-        assert asking.stdout is not None
-        pids = [int(pid) for pid in asking.stdout.readline().split()]
-        assert len(pids) == 2
-        assert [*temporary.rglob("listener-*")]  # the fork server's socket
-        ends = [os.pidfd_open(pid) for pid in pids]
-        asking.kill()
-    for end in ends:
-        assert connection.wait([end], PATIENCE)
-        os.close(end)
-    assert [*temporary.iterdir()] == []
+                          env={**os.environ, "TMPDIR": str(short_tmp_path)}) as serving:
+        assert serving.stdout is not None
+        pids = [int(pid) for pid in serving.stdout.readline().split()]
+        assert len(pids) == processes
+        assert [*short_tmp_path.glob("flowspec-*/v1.toml")]
+        serving.kill()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    until(lambda: not [*short_tmp_path.iterdir()])
+
+
+@pytest.mark.slow  # a new fork server here, and another for the next file's workers
+def test_one_that_never_answers_ends_the_recovery_and_is_named(model: Path, monkeypatch: pytest.MonkeyPatch
+                                                               ) -> None:
+    """Every new one is stopped, too; after the recovery's deadline no other one is tried."""
+    tried = []
+    with ProcessCluster(ClusterSpec(model, 1, threads=1, rejoin_within=1.0)).start() as cluster:
+        preload = forkserver.preload
+
+        def stopped() -> None:
+            preload()
+            server = server_pid()
+            assert server is not None
+            os.kill(server, signal.SIGSTOP)
+            tried.append(server)
+
+        def strike() -> None:
+            monkeypatch.setattr(forkserver, "preload", stopped)
+            os.kill(cluster.pids[0], signal.SIGKILL)
+
+        with pytest.raises(FlowspecError, match=r"the fork server for workers .* does not answer"):
+            cluster.generate(Request(PROMPT, "flowspec", 20), on_third(strike))
+        monkeypatch.undo()
+    assert len(tried) == 1

@@ -21,10 +21,10 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
+from kits.byte_mutations import mutations
 from kits.lost_stages import Striker
 from kits.process_clusters import PATIENCE, PROMPT, until
 from kits.services import own_address
-from kits.worker_thread import segment
 
 from flowspec_edge import messages as m
 from flowspec_edge.d0.request import Request, RequestHandle
@@ -107,17 +107,7 @@ def wrong_frames(rng: random.Random, session: int, stage: int, instance: str) ->
     if kind < 0.6:
         return frames
     which = rng.randrange(len(frames))
-    frame = bytearray(frames[which])
-    if frame:
-        at = rng.randrange(len(frame))
-        match rng.randrange(3):
-            case 0:
-                frame[at] ^= 1 << rng.randrange(8)
-            case 1:
-                del frame[at:]
-            case _:
-                frame[at:at] = rng.randbytes(3)
-    frames[which] = bytes(frame)
+    *_, frames[which] = mutations([frames[which]], 1, rng.randrange(2**31))
     return frames
 
 
@@ -314,26 +304,6 @@ def test_a_holder_of_a_stages_key_ends_nothing(
             while (handle := made.begin()).exception(PATIENCE):  # the intruder's last frames are still queued
                 assert time.monotonic() < deadline
             assert handle.result().tokens == expected, (endpoint, identity)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [200, pytest.param(3000, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("ahead", [1, 10**6], ids=["soon past", "never"])
-def test_segments_of_unknown_sessions_end_nothing(
-        model: Path, expected: list[int], tmp_path: Path, count: int, ahead: int) -> None:
-    """From a holder of V1's key, at V2: they wait for an Open, and the link from V1 is read all the same."""
-    with site(model, tmp_path, encrypted=True) as made:
-        _, v1, v2 = made.pairs
-        with intruder(zmq.PUSH, made.listen[1], "", v1, v2.public) as send:
-            for _ in range(4):
-                handle = made.begin()
-                for number in range(count // 4):
-                    send(encode(segment(0, session=made.session + ahead + number)))
-                right_or_one_error(handle, expected)
-        deadline = time.monotonic() + PATIENCE
-        while (handle := made.begin()).exception(PATIENCE):  # the intruder's last segments still wait
-            assert time.monotonic() < deadline
-        assert handle.result().tokens == expected
 
 
 def test_a_draft_device_that_counts_from_behind_is_told(

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kits.lost_stages import Striker, own_texts
+from kits.lost_stages import Striker
 from kits.process_clusters import PATIENCE, PROMPT, alive, on_third
+from kits.requests import own_text, text
 from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.d0.request import ClusterState, Request
@@ -23,7 +24,6 @@ from flowspec_edge.drivers.processes import forkserver
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.errors import PeerLost
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 
 TWO = [Request(PROMPT, "flowspec", 40),
@@ -33,11 +33,6 @@ TWO = [Request(PROMPT, "flowspec", 40),
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=3)
-
-
-@pytest.fixture(scope="module")
-def plain(model: Path) -> PlainDecoder:
-    return PlainDecoder(model)
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +48,13 @@ def cluster(model: Path, striker: Striker) -> Iterator[ProcessCluster]:
         yield made
 
 
-@pytest.mark.parametrize(("stage", "number", "text"), [
+@pytest.mark.parametrize(("stage", "number", "said"), [
     (2, signal.SIGKILL, "V2 was killed by SIGKILL"),
     (3, signal.SIGSTOP, "V3 was stopped, and did not go on"),
 ])
 def test_two_answers_go_on_after_a_stage_was_lost(
-        cluster: ProcessCluster, plain: PlainDecoder, striker: Striker, stage: int, number: signal.Signals,
-        text: str) -> None:
+        cluster: ProcessCluster, model: Path, striker: Striker, stage: int, number: signal.Signals,
+        said: str) -> None:
     striker.losses.clear()
     striker.missed.clear()
     before, back = cluster.pids, striker.times_back
@@ -73,8 +68,8 @@ def test_two_answers_go_on_after_a_stage_was_lost(
     handles = [cluster.submit(TWO[0], third), cluster.submit(TWO[1], streamed[1].extend)]
     cluster.serve(lambda: all(handle.done() for handle in handles))
     results = [handle.result() for handle in handles]
-    assert [result.tokens for result in results] == own_texts(plain, TWO) == streamed
-    assert [reason[:len(text)] for reason in striker.losses] == [text]
+    assert [result.tokens for result in results] == [own_text(model, request) for request in TWO] == streamed
+    assert [reason[:len(said)] for reason in striker.losses] == [said]
     assert striker.times_back == back + 1
     assert striker.missed[0] == [stage]
     assert striker.missed[-1] == []
@@ -89,7 +84,7 @@ def test_two_answers_go_on_after_a_stage_was_lost(
 
 
 def test_a_second_loss_and_a_cancelled_request(
-        cluster: ProcessCluster, plain: PlainDecoder, striker: Striker) -> None:
+        cluster: ProcessCluster, model: Path, striker: Striker) -> None:
     before = cluster.pids
     stays = cluster.submit(TWO[0], on_third(lambda: os.kill(before[0], signal.SIGKILL)))
     goes = cluster.submit(Request(TWO[1].prompt, "chunk_pp", 1000, TWO[1].sampling))
@@ -103,11 +98,11 @@ def test_a_second_loss_and_a_cancelled_request(
     striker.on_lost = lost
     cluster.serve(lambda: stays.done() and goes.done())
     striker.on_opened = lambda event: None
-    assert stays.result().tokens == own_texts(plain, TWO[:1])[0]
+    assert stays.result().tokens == own_text(model, TWO[0])
     assert set(resumed) == {len(TWO[0].prompt)}
     left = goes.result()
     assert left.finish_reason == "cancelled"
-    assert left.tokens == plain.generate(TWO[1].prompt, 200, TWO[1].sampling)[0][: len(left.tokens)]
+    assert left.tokens == text(model, tuple(TWO[1].prompt), 200, TWO[1].sampling)[: len(left.tokens)]
     assert len(left.tokens) < 200
     assert [i + 1 for i in range(3) if before[i] == cluster.pids[i]] == [2]
 
@@ -135,7 +130,7 @@ def test_a_stage_that_does_not_come_back_is_named(model: Path, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_fork_server_is_replaced_and_its_workers_go_on(
-        cluster: ProcessCluster, plain: PlainDecoder, monkeypatch: pytest.MonkeyPatch,
+        cluster: ProcessCluster, model: Path, monkeypatch: pytest.MonkeyPatch,
         number: signal.Signals) -> None:
     monkeypatch.setattr(forkserver, "_tended_at", -math.inf)
     before, server = cluster.pids, forkserver.server_pid()
@@ -145,7 +140,17 @@ def test_a_lost_fork_server_is_replaced_and_its_workers_go_on(
         os.kill(server, number)
         os.kill(before[1], signal.SIGKILL)
 
-    assert cluster.generate(TWO[0], on_third(strike)).tokens == own_texts(plain, TWO[:1])[0]
+    assert cluster.generate(TWO[0], on_third(strike)).tokens == own_text(model, TWO[0])
     assert forkserver.server_pid() != server
     assert [one == other for one, other in zip(before, cluster.pids, strict=True)] == [True, False, True]
     assert not alive(before[1])
+
+
+@pytest.mark.soak
+def test_a_stage_that_ends_again_and_again_is_given_up(model: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(model, tmp_path / "model"))
+    with ProcessCluster(ClusterSpec(copy, 2, threads=1, rejoin_within=10 * PATIENCE)).start() as cluster:
+        (copy / "target" / "model.safetensors").unlink()
+        os.kill(cluster.pids[0], signal.SIGKILL)
+        with pytest.raises(PeerLost, match=r"no model at .*; restarted 5 times without success"):
+            cluster.generate(Request(PROMPT, "autoregressive", 8))

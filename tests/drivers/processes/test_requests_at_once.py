@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kits.process_clusters import PATIENCE, served
 from kits.requests import own_text, prompt, some, text
 
 from flowspec_edge.d0.observer import Observer
@@ -65,10 +66,7 @@ def test_processes_in_order_of_arrival(tiny_model: Path) -> None:
 
 def test_a_server_takes_requests_from_other_threads(processes: ProcessCluster, tiny_model: Path) -> None:
     """One goes away, one cannot run, one's listener fails; the others get their texts."""
-    stopped = threading.Event()
-    server = threading.Thread(target=processes.serve, args=(stopped.is_set,))
-    server.start()
-    try:
+    with served(processes):
         requests = some(3, ["flowspec", "autoregressive"])
         streamed: list[int] = []
         heard = threading.Event()
@@ -80,24 +78,20 @@ def test_a_server_takes_requests_from_other_threads(processes: ProcessCluster, t
             raise ValueError("the listener is gone")
 
         failing = processes.submit(requests[2], fail)
-        assert heard.wait(60)
+        assert heard.wait(PATIENCE)
         endless.cancel()
-        result = endless.result(60)
+        result = endless.result(PATIENCE)
         assert result.finish_reason == "cancelled"
         assert 0 < len(result.tokens) < 1500
         assert result.tokens[:20] == text(tiny_model, tuple(prompt(9)), 20, Sampling())[: len(result.tokens)]
         for ticket, request in zip(tickets, requests, strict=False):
-            assert ticket.result(60).tokens == own_text(tiny_model, request)
+            assert ticket.result(PATIENCE).tokens == own_text(tiny_model, request)
         assert streamed == tickets[0].result().tokens
         with pytest.raises(UsageError, match="the model stops at"):
-            unfit.result(60)
+            unfit.result(PATIENCE)
         with pytest.raises(ValueError, match="the listener is gone"):
-            failing.result(60)
+            failing.result(PATIENCE)
         assert processes.generate(requests[2]).tokens == own_text(tiny_model, requests[2])
-    finally:
-        stopped.set()
-        server.join(60)
-    assert not server.is_alive()
     assert processes.generate(requests[1]).tokens == own_text(tiny_model, requests[1])
 
 

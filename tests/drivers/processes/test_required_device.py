@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
-from kits.torch_devices import needs_cuda
 
 from flowspec_edge.boards.inventory import ClusterSettings, DeviceEntry, Inventory
 from flowspec_edge.boards.ssh_stages import SshBoards
@@ -15,16 +13,6 @@ from flowspec_edge.drivers.processes.clusters import Services
 from flowspec_edge.drivers.stage.sd_notify import Notifier
 from flowspec_edge.errors import UsageError
 from flowspec_edge.util import torchdevice
-
-
-def test_what_is_there() -> None:
-    assert torchdevice.require("cpu") == torch.device("cpu")
-
-
-@needs_cuda
-def test_a_gpu_that_is_there() -> None:
-    assert torchdevice.require("cuda").type == "cuda"
-    assert torchdevice.require("cuda:0").index == 0
 
 
 @pytest.mark.parametrize(("name", "says"), [

@@ -28,10 +28,6 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def release(home: Path) -> ReleaseLink:
-    return ReleaseLink(home / "current/etc/verify-1.toml")
-
-
 class Refused:
     """A stage in a thread and a hub; ``known``: the stage's instance id and key there."""
 
@@ -47,7 +43,7 @@ class Refused:
                               previous_key=D0.public.decode())
         worker = Worker(config, connect(config, self._transports[1]), HeldEngine(),
                         Hello("v1-old", 1, 1, (0, 2), "digest"), stopping=lambda: self.stopping,
-                        release=release(home))
+                        release=ReleaseLink(home / "current/etc/verify-1.toml"))
         self.thread = threading.Thread(target=self._run, args=[worker], daemon=True)
         self.thread.start()
 
@@ -117,14 +113,3 @@ def test_a_stage_that_is_known_stays_during_a_rollout(home: Path) -> None:
     assert stage.thread.is_alive()
     stage.close()
     assert stage.error is None
-
-
-def test_the_link_tells_whether_a_restart_may_change_the_release(home: Path) -> None:
-    link = release(home)
-    assert (link.moved, link.is_open) == (False, False)
-    (home / "unsettled").touch()
-    assert (link.moved, link.is_open) == (False, True)
-    (home / "unsettled").unlink()
-    (home / "current").unlink()
-    (home / "current").symlink_to("new")
-    assert (link.moved, link.is_open) == (True, True)

@@ -100,16 +100,6 @@ def test_a_sessions_segments_keep_their_order_and_none_is_lost(script: list[set[
     assert reader.rejected == []
 
 
-def test_other_sessions_pass_segments_that_wait_for_their_open(start: Start, real: StageEngine) -> None:
-    stage = start(real)
-    stage.tell(Open(1, 0, 64))
-    stage.give(segment(0, session=7))
-    stage.give(segment(0, session=1))
-    assert stage.result().session == 1
-    stage.tell(Open(7, 0, 64, concurrent=(1,)))
-    assert stage.result().session == 7
-
-
 def test_segments_of_unknown_sessions_make_room_for_others() -> None:
     reader = Reader()
     reader.open(1, ())

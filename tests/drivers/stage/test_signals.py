@@ -9,19 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.drivers.stage.process import StopSignals
-
-
-@pytest.fixture
-def config(tmp_path: Path, tiny_model: Path) -> Path:
-    """Of a worker whose D0 never comes."""
-    made = WorkerConfig(instance="v1", stage=1, stages=2, model=str(tiny_model / "target"), threads=1,
-                        control="tcp://127.0.0.1:1", listen="tcp://127.0.0.1:*", next="tcp://127.0.0.1:2")
-    path = tmp_path / "v1.toml"
-    path.write_text(made.dump())
-    return path
-
 
 # Forks workers that send SIGTERM to themselves at the N-th line after the handler is installed, and at every
 # line after it.  Prints the N whose exit code is not 0.

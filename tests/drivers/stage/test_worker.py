@@ -6,18 +6,19 @@ elsewhere it is the real one.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from kits.process_clusters import until
 from kits.worker_thread import PATIENCE, HeldEngine, Stage, Start, segment
 
 from flowspec_edge.drivers.stage.parts import Charge
 from flowspec_edge.drivers.stage.status_sender import format_error
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import (
+    Batch,
     Cancel,
     Close,
     Computed,
@@ -27,6 +28,8 @@ from flowspec_edge.messages import (
     Hello,
     Message,
     Open,
+    Output,
+    Payload,
     Prune,
     Segment,
     SessionReport,
@@ -55,26 +58,6 @@ def test_a_stage_greets_computes_and_reports(start: Start, real: StageEngine) ->
     assert stage.ended() is None
 
 
-def test_in_a_timed_session_a_stage_tells_of_every_segment(start: Start, real: StageEngine) -> None:
-    stage = start(real)
-    began = time.monotonic() * 1e6
-    stage.tell(Open(1, 0, 64, timed=True))
-    told = []
-    for run, rows in enumerate((2, 2, 0)):
-        stage.give(segment(run, rows=rows, first=run * 2))
-        stage.result()
-        told.append(stage.hear(Computed))
-    assert [(c.session, c.epoch, c.run, c.stage, c.rows) for c in told] == [
-        (1, 0, 0, 1, 2), (1, 0, 1, 1, 2), (1, 0, 2, 1, 0)]
-    moments = [moment for c in told for moment in (c.start, c.end, c.sent)]
-    assert moments == sorted(moments)
-    assert began - 1 <= moments[0] <= moments[-1] <= time.monotonic() * 1e6 + 1
-    stage.tell(Close(1))
-    last = stage.hear(SessionReport, lambda report: report.session == 1).counters
-    assert last["compute_s"] * 1e6 == pytest.approx(sum(c.end - c.start for c in told), abs=3)
-    assert "memory_total" not in last
-
-
 def test_a_cancelled_segment_is_told_of_as_one_without_rows(start: Start) -> None:
     engine = HeldEngine()
     stage = start(engine)
@@ -85,22 +68,6 @@ def test_a_cancelled_segment_is_told_of_as_one_without_rows(start: Start) -> Non
     told = stage.hear(Computed)
     assert (told.run, told.rows) == (0, 0)
     assert told.start < told.end
-
-
-def test_only_timed_sessions_are_told_of(start: Start, real: StageEngine) -> None:
-    stage = start(real)
-    stage.tell(Open(1, 0, 64, timed=True))
-    stage.tell(Open(2, 0, 64, concurrent=(1,)))
-    for session in (2, 1):
-        stage.give(segment(0, session=session))
-        stage.result()
-    assert stage.hear(Computed).session == 1
-    stage.tell(Close(1))
-    stage.tell(Open(3, 0, 64, concurrent=(2,), timed=True))
-    for session in (2, 3):
-        stage.give(segment(int(session == 2), session=session))
-        stage.result()
-    assert stage.hear(Computed).session == 3
 
 
 def test_a_session_that_ends_within_a_segment(start: Start, real: StageEngine) -> None:
@@ -129,50 +96,10 @@ def test_a_session_that_ends_within_a_segment(start: Start, real: StageEngine) -
     assert (beat["rows"], beat["since"]) == (2, 1)
 
 
-def test_a_heartbeat_says_how_the_board_is(start: Start, real: StageEngine) -> None:
-    stage = start(real)
-    stage.tell(Open(1, 0, 64))
-    stage.give(segment(0))
-    stage.result()
-    beat = stage.hear(Heartbeat, lambda beat: beat.counters["rows"] == 1).counters
-    assert 0 < beat["resident"] < beat["memory_total"]
-    assert beat["memory_available"] < beat["memory_total"]
-    assert beat["cache_bytes"] == real.cache_bytes > 0
-
-
-def test_counters_start_again_with_a_session(start: Start, real: StageEngine) -> None:
-    stage = start(real)
-    for session in (1, 2):
-        stage.tell(Open(session, 0, 64))
-        stage.give(segment(0, rows=2, session=session))
-        stage.result()
-        stage.tell(Close(session))
-        last = stage.hear(SessionReport, lambda report, s=session: report.session == s).counters
-        assert (last["segments"], last["rows"]) == (1, 2)
-        assert last["bytes_in"] == stage.first.bytes_out / session
-
-
-def test_a_segment_that_overtook_its_open_waits_for_it(start: Start, real: StageEngine) -> None:
-    stage = start(real)
-    stage.tell(Open(1, 0, 64))
-    stage.give(segment(0, session=2))
-    stage.hear(Heartbeat)
-    assert stage.output.receive() is None
-    stage.tell(Open(2, 0, 64))
-    assert stage.result().session == 2
-
-
 def goes_on(stage: Stage, session: int) -> None:
     stage.tell(Open(session, 0, 64))
     stage.give(segment(0, session=session))
     assert stage.result().session == session
-
-
-def test_a_segment_whose_open_never_comes(start: Start, real: StageEngine) -> None:
-    stage = start(real, open_within_s=0.1)
-    stage.give(segment(0, session=7))
-    assert "segment of session 7, but no Open for it within 0.1 s" in stage.hear(Failed).cause
-    goes_on(stage, 8)
 
 
 def test_two_sessions_each_have_their_own_counters(start: Start, real: StageEngine) -> None:
@@ -236,59 +163,32 @@ def test_a_stage_can_be_ended_in_the_middle_of_a_segment(start: Start) -> None:
     assert stage.ended() is None
 
 
-def test_a_stage_that_cannot_pass_its_results_on_lives_on(start: Start, real: StageEngine) -> None:
-    stage = start(real, data_queue=1)
-    stage.tell(Open(1, 0, 64))
-    for run in range(3):
-        stage.give(segment(run))
-    stage.hear(Credit, lambda credit: credit.run == 0)
-    for _ in range(3):  # the second result has no room
-        stage.hear(Heartbeat, lambda beat: beat.counters["segments"] == 2)
-    assert [stage.result().run for _ in range(3)] == [0, 1, 2]
+NO_ROWS = Output(1, 0, 0, np.empty(0, np.int32), Payload("float32", np.empty((0, 4), np.float32)))
 
 
-def test_what_is_not_a_segment_does_not_belong_on_the_data_link(start: Start, real: StageEngine) -> None:
-    """The device before this one is broken: D0 hears of it, and the stage goes on."""
-    stage = start(real)
-    stage.tell(Open(1, 0, 64))
-    stage.give(segment(0))
-    stage.result()
-    assert stage.first.send(Close(1))
-    assert "a Close is not a segment" in stage.hear(Failed).cause
-    assert not real.sessions
-    goes_on(stage, 2)
-
-
-def test_what_a_stage_says_is_not_what_it_obeys(start: Start, real: StageEngine) -> None:
-    stage = start(real)
-    stage.tell(Failed("v1", 1, "?"))
-    assert "D0 sent a Failed" in stage.hear(Failed).cause
-    goes_on(stage, 1)
-
-
-@pytest.mark.parametrize(("wrong", "text"), [
-    (Open(2, 0, 64, version=99), "D0 speaks protocol version 99"),
-    (Open(2, 0, 64, parent_session=1, rows=40), "rows of session 1"),
-    (Close(1, (5, 6)), "not all of them are among"),
+@pytest.mark.parametrize(("link", "wrong", "text"), [
+    ("control", Failed("v1", 1, "?"), "D0 sent a Failed"),
+    ("control", Open(2, 0, 64, version=99), "D0 speaks protocol version 99"),
+    ("control", Open(2, 0, 64, parent_session=1, rows=40), "rows of session 1"),
+    ("control", Close(1, (5, 6)), "not all of them are among"),
+    ("data", Close(1), "a Close is not a segment"),
+    ("data", Batch((NO_ROWS, replace(NO_ROWS, session=2))), "a Batch is not a segment"),
+    ("data", replace(segment(0, rows=2), bits=np.zeros((2, 1), np.uint8)), "a row does not see itself"),
+    ("data", segment(0, rows=70), "70 rows are more than the session's capacity"),
 ])
-def test_impossible_segments_end_the_sessions_alone(start: Start, real: StageEngine,
-                                                    wrong: Message, text: str) -> None:
+def test_what_is_wrong_ends_the_sessions_and_not_the_stage(start: Start, real: StageEngine, link: str, wrong: Message,
+                                                           text: str) -> None:
+    """D0 hears of it."""
     stage = start(real)
     stage.tell(Open(1, 0, 64))
-    stage.tell(wrong)
+    if link == "control":
+        stage.tell(wrong)
+    else:
+        assert stage.first.send(wrong, PATIENCE)
+        until(lambda: not real.sessions)
     assert text in stage.hear(Failed).cause
-    goes_on(stage, 3)
-
-
-def test_contradictory_rows_end_the_sessions_alone(start: Start, real: StageEngine) -> None:
-    stage = start(real)
-    stage.tell(Open(1, 0, 8))
-    stage.give(replace(segment(0, rows=2), bits=np.zeros((2, 1), np.uint8)))
-    assert "a row does not see itself" in stage.hear(Failed).cause
-    stage.hear(Credit)  # V1 has room again
-    stage.tell(Open(2, 0, 8))
-    stage.give(segment(0, rows=60, session=2))
-    assert "60 rows are more than the session's capacity" in stage.hear(Failed).cause
+    if isinstance(wrong, Segment):
+        stage.hear(Credit)  # V1 has room again
     goes_on(stage, 3)
 
 
@@ -300,21 +200,6 @@ def test_an_emulated_stage_tells_by_how_much_it_was_too_slow(start: Start, real:
     stage.tell(Close(1))
     last = stage.hear(SessionReport).counters
     assert 0 < last["late_s"] <= last["compute_s"]
-
-
-def test_a_stage_tells_a_d0_that_counts_from_behind(start: Start, real: StageEngine) -> None:
-    """As after a reboot with the clock set back, if D0 has not heard how far the numbers have come: the
-    segment that overtakes its Open is taken for a stale one, but D0 is told."""
-    stage = start(real)
-    stage.tell(Open(1000, 0, 64))
-    stage.tell(Close(1000))
-    stage.hear(SessionReport)
-    stage.give(segment(0, session=5))
-    stage.hear(Credit, lambda credit: credit.session == 5)
-    stage.tell(Open(5, 0, 64))
-    assert stage.hear(Hello, lambda hello: hello.newest >= 0).newest == 1000
-    assert "D0 opens session 5 after session 1000" in stage.hear(Failed).cause
-    goes_on(stage, 1001)
 
 
 def test_errors_become_one_line() -> None:

@@ -10,7 +10,6 @@ from flowspec_edge.messages import (
     Close,
     Computed,
     Credit,
-    Failed,
     Heartbeat,
     Message,
     Open,
@@ -71,13 +70,3 @@ def test_while_there_is_no_room_only_living_parts_wait(start: Start, real: Stage
     assert outputs(stage.output.receive(PATIENCE)) == [(1, 0, 1), (2, 0, 1)]
     # A part that was being computed when its session was closed goes on without rows; D0 drops it.
     assert [part for part in outputs(stage.output.receive(PATIENCE)) if part[2]] == [(2, 1, 1)]
-
-
-def test_outputs_are_no_segments(start: Start, real: StageEngine) -> None:
-    stage = start(real)
-    stage.tell(Open(1, 0, 64))
-    stage.give(segment(0))
-    output = stage.result()
-    other = Output(2, 0, 0, output.numbers, output.hidden)
-    assert stage.first.send(Batch((output, other)))
-    assert "a Batch is not a segment" in stage.hear(Failed).cause

@@ -8,7 +8,7 @@ from kits.process_clusters import until
 from kits.worker_thread import PATIENCE, Start, segment
 
 from flowspec_edge.errors import PeerLost
-from flowspec_edge.messages import Close, Credit, Failed, Heartbeat, Hello, Open, SessionReport
+from flowspec_edge.messages import Close, Credit, Failed, Heartbeat, Hello, Open
 from flowspec_edge.stage.engine import StageEngine
 
 
@@ -72,19 +72,6 @@ def test_a_segment_from_before_a_loss_does_not_wait_for_its_open(start: Start, r
     stage.tell(Open(8, 0, 64))
     stage.give(segment(0, session=8))
     assert stage.result().session == 8
-
-
-def test_output_of_an_ended_session_is_not_kept(start: Start, real: StageEngine) -> None:
-    stage = start(real, data_queue=1)
-    stage.tell(Open(1, 0, 64))
-    for run in range(2):
-        stage.give(segment(run))
-    stage.hear(Heartbeat, lambda beat: beat.counters["segments"] == 2)  # there is no room for the second
-    stage.tell(Close(1))
-    stage.hear(SessionReport, lambda report: report.session == 1)
-    stage.tell(Open(2, 0, 64))
-    stage.give(segment(0, session=2))
-    assert [stage.result().session for _ in range(2)] == [1, 2]
 
 
 def test_a_stage_does_not_outlive_its_parent(start: Start, real: StageEngine) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kits.block_drafters import VARIANTS, VOCABULARY, WIDTH, published_block
+from kits.requests import text
 from kits.tiny_models import tiny_llama
-from transformers import AutoModelForCausalLM
+from kits.transformers_generate import captured_states
 
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
@@ -19,13 +19,12 @@ from flowspec_edge.drafting.block.formats import block_config
 from flowspec_edge.drafting.tapped import TappedStates
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.tree.draft_api import DraftOutput, DraftRequest
 
 PROFILE = load_profile("paper-7b")
-PROMPT = [(11 * i + 5) % VOCABULARY for i in range(13)]
+PROMPT = tuple((11 * i + 5) % VOCABULARY for i in range(13))
 SAMPLINGS = (Sampling(), Sampling(1.0, seed=11))
 
 
@@ -34,19 +33,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("block") / "target"
     tiny_llama(path, layers=8, hidden=WIDTH, vocab=VOCABULARY)
     return path
-
-
-@cache
-def plain(target: Path, limit: int, sampling: Sampling) -> list[int]:
-    return PlainDecoder(target).generate(PROMPT, limit, sampling)[0]
-
-
-def states(target: Path, text: list[int], captured: tuple[int, ...]) -> torch.Tensor:
-    """The captured states of every row of a text, by transformers."""
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        hidden = model.model(torch.tensor([text]), output_hidden_states=True).hidden_states
-    return torch.cat([hidden[layer][0] for layer in captured], dim=-1)
 
 
 def with_a_head(target: Path, path: Path, kind: str, **options: Any) -> Path:
@@ -72,11 +58,11 @@ def test_every_published_variant_drafts_losslessly(target: Path, tmp_path: Path,
         request = Request(PROMPT, name, 10, SAMPLINGS[odd], Params(
             draft=kind, segment=4, width=4, tree_size=12, depth=3, prefill_chunk=8))  # type: ignore[arg-type]
         result = VirtualCluster(model, 2 + odd, PROFILE).generate(request)
-        assert result.tokens == plain(target, 10, SAMPLINGS[odd]), name
+        assert result.tokens == text(target, PROMPT, 10, SAMPLINGS[odd]), name
         assert result.stats.drafted > 0
-        text = [*PROMPT, *result.tokens]
-        known = torch.cat(taken)[: len(text) - 1]
-        expected = states(target, text, block_config(model / kind).captured)
+        whole = (*PROMPT, *result.tokens)
+        known = torch.cat(taken)[: len(whole) - 1]
+        expected = captured_states(model, whole, block_config(model / kind).captured)
         torch.testing.assert_close(known, expected[: len(known)], atol=1e-4, rtol=1e-4)
 
 
@@ -98,7 +84,7 @@ def test_what_lies_beyond_a_block_is_asked_for_later(target: Path, tmp_path: Pat
     monkeypatch.setattr(BlockDrafter, "expand", count)
     request = Request(PROMPT, "flowspec_plus", 12, Sampling(0.4, seed=2), Params(draft="dspark"))
     result = VirtualCluster(model, 4, PROFILE).generate(request)
-    assert result.tokens == plain(target, 12, Sampling(0.4, seed=2))
+    assert result.tokens == text(target, PROMPT, 12, Sampling(0.4, seed=2))
     assert deferred & later
 
 
@@ -106,7 +92,7 @@ def test_it_stands_in_for_a_head_and_needs_a_pipeline(target: Path, tmp_path: Pa
     model = with_a_head(target, tmp_path, "dflash", ids=[1, 5])
     cluster = VirtualCluster(model, 2, PROFILE)
     result = cluster.generate(Request(PROMPT, "flowspec", 8))
-    assert result.tokens == plain(target, 8, Sampling())
+    assert result.tokens == text(target, PROMPT, 8, Sampling())
     named = Request(PROMPT, "flowspec", 8, Sampling(), Params(draft="dflash"))
     assert result.stats == cluster.generate(named).stats  # it takes its own time
     with pytest.raises(UsageError, match="galaxy cannot draft with the model's DFlash block drafter"):

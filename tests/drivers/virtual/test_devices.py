@@ -115,36 +115,6 @@ def test_each_device_of_a_group_launches_all_layers() -> None:
     assert added(16, 0) - without(16, 0) == pytest.approx((32 * (25 * 0.035 - 0.25) + 18 * 0.035) / 1e3)
 
 
-def test_plain_decoding_takes_what_the_devices_add_up_to(tiny_model) -> None:
-    """One row at a time: every token is the sum of stages, hops and lm_head, counted by hand."""
-    devices = Devices(BASE, (BASE, FAST, BASE), (16, 4, 12), "three")
-    stats = VirtualCluster(tiny_model, 3, devices).generate(Request([1, 2, 3], "autoregressive", 5)).stats
-    stages = 0.160 + 0.010 + 0.120
-    slots = stats.decode_s / 4
-    bytes_a_row = 8192
-    fast_hops = 2 * (bytes_a_row * 8 / 100e6 + 0.001)
-    slow_hops = bytes_a_row * 8 / 1000e6 + 2 * 0.0002
-    assert slots == pytest.approx(stages + fast_hops + slow_hops + 0.005, rel=2e-3)  # + headers of messages
-    assert stats.slot_s == pytest.approx(0.160)
-
-
-@pytest.mark.parametrize("strategy", ["flowspec", "pipedec", "chunk_pp"])
-def test_the_text_does_not_depend_on_the_devices(tiny_model, strategy: str) -> None:
-    request = Request([5, 6, 7, 8], strategy, 20)
-    devices = Devices(FAST, (BASE, FAST, BASE), (1, 30, 1), "uneven")
-    uneven = VirtualCluster(tiny_model, 3, devices).generate(request)
-    assert uneven.tokens == VirtualCluster(tiny_model, 3, BASE).generate(request).tokens
-
-
-def test_context_makes_the_later_tokens_slower(tiny_model) -> None:
-    request = Request([1, 2, 3], "autoregressive", 9)
-    flat = VirtualCluster(tiny_model, 2, BASE).generate(request).stats
-    costly = changed(stage={"context_ms": [1000.0, 1000.0]})
-    steep = VirtualCluster(tiny_model, 2, costly).generate(request).stats
-    seen = sum(range(3, 11))  # tokens in the cache before each of the eight steps
-    assert steep.decode_s - flat.decode_s == pytest.approx(seen * 1e-3 * 4, rel=1e-6)
-
-
 @pytest.mark.parametrize(("stages", "layers", "says"), [
     ((), (), "0 stages"),
     ((BASE,), (16, 16), "1 stages cannot have 2 shares"),

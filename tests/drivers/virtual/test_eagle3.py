@@ -7,24 +7,19 @@ stage, at the end of one and at the start of the next, and two of one stage.
 from __future__ import annotations
 
 import shutil
-from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from kits.cases import DISTINCT
 from kits.draft_heads import VARIANTS, published_eagle3
-from kits.stages import through
+from kits.requests import text
 from kits.tiny_model_dir import tiny_eagle3
 from kits.tiny_models import tiny_llama
-from transformers import AutoModelForCausalLM
+from kits.transformers_generate import captured_states
+from kits.virtual_clusters import PROFILE, cluster
 
-from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.d0.request import Request, Stats
-from flowspec_edge.d0.scheduler import Scheduler
-from flowspec_edge.d0.session import DraftPass, DraftSession, Task, Verify
-from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drafting.checkpoint import HeadFiles
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter
 from flowspec_edge.drafting.eagle.eagle3_formats import head3_config, head3_layers
@@ -33,15 +28,11 @@ from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.drivers.virtual.links import wire_bytes
 from flowspec_edge.drivers.virtual.run import VirtualRun
-from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.messages import Cancel, Close, Credit, Output, Payload, Segment, Tap
+from flowspec_edge.messages import Close, Payload
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 
-PROFILE = load_profile("paper-7b")
 CAPTURED = (2, 4, 5)
 GREEDY, SAMPLED = Sampling(), Sampling(1.0, seed=11)
 DRAFTING = [name for name, chosen in STRATEGIES.items()
@@ -56,28 +47,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_llama(path / "target", layers=8, hidden=32, vocab=97)
     tiny_eagle3(path, drafted=64)
     return path
-
-
-@cache
-def cluster(path: Path, stages: int) -> VirtualCluster:
-    return VirtualCluster(path, stages, PROFILE)
-
-
-@cache
-def plain(path: Path, prompt: tuple[int, ...], limit: int, sampling: Sampling) -> list[int]:
-    return PlainDecoder(path).generate(list(prompt), limit, sampling)[0]
-
-
-@cache
-def states(path: Path, text: tuple[int, ...], captured: tuple[int, ...] = CAPTURED) -> torch.Tensor:
-    """The captured states of every row of a text, by transformers: [n, states H]; those after all layers
-    are not normed."""
-    target = AutoModelForCausalLM.from_pretrained(path / "target", dtype=torch.float32).eval()
-    with torch.inference_mode():
-        inputs: list[torch.Tensor] = []
-        target.model.norm.register_forward_pre_hook(lambda norm, given: inputs.append(given[0]))
-        hidden = target.model(torch.tensor([text]), output_hidden_states=True).hidden_states
-    return torch.cat([(*hidden[:-1], inputs[0])[layer][0] for layer in captured], dim=-1)
 
 
 @pytest.fixture
@@ -98,13 +67,13 @@ def same_tokens_and_states(path: Path, stages: int, request: Request, known: lis
                            captured: tuple[int, ...] = CAPTURED) -> Stats:
     """Returns what the run was like."""
     known.clear()
-    expected = plain(path, tuple(request.prompt), request.max_new_tokens, request.sampling)
+    expected = text(path, tuple(request.prompt), request.max_new_tokens, request.sampling)
     result = cluster(path, stages).generate(request)
     assert result.tokens == expected, f"{request.strategy}, {stages} stages"
-    text = (*request.prompt, *expected)
-    taken = torch.cat(known)[: len(text) - 1]  # what is accepted past the limit is taken, too
-    assert len(taken) >= len(text) - 1 - 1
-    torch.testing.assert_close(taken, states(path, text, captured)[: len(taken)], atol=1e-4, rtol=1e-4)
+    whole = (*request.prompt, *expected)
+    taken = torch.cat(known)[: len(whole) - 1]  # what is accepted past the limit is taken, too
+    assert len(taken) >= len(whole) - 1 - 1
+    torch.testing.assert_close(taken, captured_states(path, whole, captured)[: len(taken)], atol=1e-4, rtol=1e-4)
     return result.stats
 
 
@@ -169,7 +138,7 @@ def test_texts_past_a_heads_limit_go_on(tiny_model: Path, tmp_path: Path, kind: 
     request = Request(prompt, "flowspec", 12, SAMPLED, Params(draft=kind, tree_size=12, width=4))  # type: ignore[arg-type]
     drafting = VirtualCluster(path, 2, PROFILE)
     result = drafting.generate(request)
-    assert result.tokens == plain(path, tuple(prompt), 12, SAMPLED)
+    assert result.tokens == text(path, tuple(prompt), 12, SAMPLED)
     assert result.stats.accepted > 0
     drafter = drafting._model.sessions._drafter(kind, request.params)
     assert drafter._cache.shape.kind.window == 32  # type: ignore[attr-defined]
@@ -190,103 +159,8 @@ def test_taps_are_weighed_on_their_stages_link(model: Path, monkeypatch: pytest.
     assert result.stats.bytes == sum(link.bytes for link in every) - closing
 
 
-def test_a_tap_weighs_what_the_profiles_states_weigh() -> None:
-    tap = Tap(1, 0, 3, 5, np.arange(16, dtype=np.int32), Payload("float32", np.zeros((16, 32), np.float32)))
-    assert 16 * 8192 < wire_bytes(tap, PROFILE) < 16 * 8192 + 400
-
-
-class Chain:
-    """A draft session with real stages, whose messages the test hands over as late as it likes."""
-
-    def __init__(self, model: Path, request: Request, stages: int = 2) -> None:
-        device0 = DraftModels(model)
-        self.c: DraftSession = device0.draft_session(request, stages, lambda: 0.0, 1, lambda kind: 1.0)
-        self.scheduler = Scheduler()
-        opening = self.scheduler.add(self.c)
-        self.engines = [StageEngine(load_shard(model / "target", i, stages, "fp32")) for i in range(stages)]
-        for engine in self.engines:
-            engine.open(opening)
-
-    def send(self) -> list[tuple[list[Tap], Output]]:
-        """All that may be sent goes through the stages; what comes of each segment."""
-        found = []
-        for message in self.scheduler.take_messages():
-            if isinstance(message, Segment):
-                found.append(through(self.engines, message))
-                self.scheduler.receive(Credit(message.session, message.epoch, message.run))
-            else:
-                for engine in self.engines:
-                    engine.cancel(message) if isinstance(message, Cancel) else engine.prune(message)
-        return found
-
-    def next_task(self) -> Task | None:
-        job = self.scheduler.next_job()
-        return job and job.parts[0][1]
-
-    def draft(self) -> None:
-        """Whatever D0 may do but verify."""
-        while (task := self.next_task()) is not None:
-            assert isinstance(task, DraftPass)
-            self.c.complete(task)
-
-
-def test_an_output_waits_for_its_taps_and_for_nothing_else(model: Path) -> None:
-    """Taps in any order, all of them after the output; those of the next run before those of this one."""
-    request = Request(PROMPT, "flowspec", 12, SAMPLED, Params(draft="eagle3", tree_size=12, width=4,
-                                                              prefill_chunk=8))
-    chain, late = Chain(model, request), []
-    waited = 0
-    while not chain.c.finished:
-        late += chain.send()
-        chain.draft()
-        if len(late) < 2 and (more := chain.send()):
-            late += more
-            continue
-        (taps, output), following = late.pop(0), late[:1]
-        chain.c.receive(output)
-        for taps_after, output_after in following:  # complete, but not its turn
-            chain.c.receive(output_after)
-            for tap in taps_after:
-                chain.c.receive(tap)
-        for tap in reversed(taps):
-            chain.draft()  # never verifies
-            chain.c.receive(tap)
-            waited += 1
-        late = late[len(following):]
-        for expected in (output, *(o for _, o in following)):
-            task = chain.next_task()
-            if chain.c.finished:
-                break
-            assert isinstance(task, Verify)
-            assert task.output is expected
-            chain.c.complete(task)
-    assert waited > 3 * 4
-    assert chain.c.result(1.0, 0).tokens == plain(model, tuple(PROMPT), 12, SAMPLED)
-
-
-def test_an_output_without_rows_waits_for_nothing(model: Path) -> None:
-    chain = Chain(model, Request([5], "flowspec", 4, GREEDY, Params(draft="eagle3")))
-    (taps, output), = chain.send()
-    assert {tap.layer for tap in taps} == set(CAPTURED)
-    for message in (*taps, output):
-        chain.c.receive(message)
-    task = chain.next_task()
-    assert isinstance(task, Verify)
-    chain.c.complete(task)
-    task = chain.next_task()
-    assert isinstance(task, DraftPass)
-    chain.c.complete(task)
-    (_, output), *_ = chain.send()
-    empty = Output(output.session, output.epoch, output.run, output.numbers[:0],
-                   Payload(output.hidden.dtype, output.hidden.array[:0]))
-    chain.c.receive(empty)
-    task = chain.next_task()
-    assert isinstance(task, Verify)
-    assert task.output is empty
-
-
 def test_processes_give_the_same_tokens(model: Path) -> None:
     with open_cluster(ClusterSpec(model, 2, threads=1)) as clusters:
         for name, sampling in (("flowspec", SAMPLED), ("pipeinfer", GREEDY)):
             result = clusters.generate(Request(PROMPT, name, 12, sampling, Params(draft="eagle3")))
-            assert result.tokens == plain(model, tuple(PROMPT), 12, sampling)
+            assert result.tokens == text(model, tuple(PROMPT), 12, sampling)

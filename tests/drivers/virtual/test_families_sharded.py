@@ -10,10 +10,9 @@ import pytest
 import torch
 from kits.family_checkpoints import SMALL, family_dir
 from kits.stages import Book, engines, through
+from kits.virtual_clusters import cluster
 
 from flowspec_edge.d0.request import Request
-from flowspec_edge.device_profile import load_profile
-from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.lab.plain import load_reference_model
 from flowspec_edge.sharding.job import run
 from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
@@ -55,11 +54,6 @@ def sharded(base: Path, case: Case) -> Path:
     manifest = run(make_plan(opened, recipe, ranges_for(opened.layers, stages, None)), out)
     assert (manifest.quantisation.kind if manifest.quantisation else dtype) == dtype == manifest.dtype
     return out
-
-
-@lru_cache(maxsize=2)
-def cluster(model: Path, stages: int, dtype: str) -> VirtualCluster:
-    return VirtualCluster(model, stages, load_profile("paper-7b"), dtype)
 
 
 @lru_cache(maxsize=2)

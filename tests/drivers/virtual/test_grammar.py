@@ -13,12 +13,10 @@ import pytest
 import torch
 from kits.cases import DISTINCT
 from kits.transformers_generate import reference_text, target_of
+from kits.virtual_clusters import cluster
 from transformers import AutoTokenizer, LogitsProcessor
 
 from flowspec_edge.d0.request import Request
-from flowspec_edge.device_profile import load_profile
-from flowspec_edge.drivers.virtual.cluster import VirtualCluster
-from flowspec_edge.errors import UsageError
 from flowspec_edge.model.grammar import Grammar
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
@@ -70,11 +68,6 @@ def grammar(model: Path) -> Grammar:
     return Tokenizer(found).grammars.json_schema(SCHEMA, found.stop_ids)
 
 
-@cache
-def cluster(model: Path, stages: int) -> VirtualCluster:
-    return VirtualCluster(model, stages, load_profile("paper-7b"))
-
-
 def check(model: Path, stages: int, prompt: tuple[int, ...], name: str, sampling: Sampling) -> int:
     """Returns how many draft tokens were accepted."""
     request = Request(prompt, name, LIMIT, sampling, Params(width=4, tree_size=20, depth=3),
@@ -98,14 +91,3 @@ def test_every_strategy_gives_the_same_json(tiny_model: Path, name: str, stages:
 def test_drafts_are_accepted_within_the_grammar(demo_model: Path) -> None:
     prompt = tuple(Tokenizer(OpenModel(demo_model)).encode('x = {"c": "red", "n": 1}\ny = '))
     assert check(demo_model, 3, prompt, "flowspec_plus", Sampling()) > 0
-
-
-def test_what_is_no_schema_is_an_error_of_one_line(tiny_model: Path) -> None:
-    compiler = Tokenizer(OpenModel(tiny_model)).grammars
-    with pytest.raises(UsageError, match="Invalid type: colour") as error:
-        compiler.json_schema({"type": "colour"}, frozenset({0}))
-    assert "\n" not in str(error.value)
-    unknown = {"type": "array", "uniqueItems": True}
-    with pytest.raises(UsageError, match="uniqueItems"):
-        compiler.json_schema(unknown, frozenset({0}))
-    assert compiler.json_schema(unknown, frozenset({0}), strict=False)

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kits.process_clusters import PROMPT
+from kits.requests import text
 
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.drivers.virtual.devices import tensor_bytes, tensor_seconds
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.params import Params
@@ -22,19 +22,14 @@ SAMPLINGS = (Sampling(), Sampling(temperature=1.0, top_p=0.9, seed=5))
 PROFILE = load_profile("paper-7b")
 
 
-@pytest.fixture(scope="module")
-def plain(model: Path) -> PlainDecoder:
-    return PlainDecoder(model)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("devices", [1, 2, 4, 7])
-def test_virtual_groups_give_the_tokens_of_plain_decoding(model: Path, plain: PlainDecoder, devices: int,
+def test_virtual_groups_give_the_tokens_of_plain_decoding(model: Path, devices: int,
                                                           kind: Parallelism) -> None:
     cluster = VirtualCluster(model, devices, PROFILE)
     for sampling in SAMPLINGS:
         result = cluster.generate(Request(PROMPT, kind, 16, sampling, Params(tree_size=22)))
-        assert result.tokens == plain.generate(PROMPT, 16, sampling)[0]
+        assert result.tokens == text(model, tuple(PROMPT), 16, sampling)
 
 
 @pytest.mark.parametrize("kind", KINDS)

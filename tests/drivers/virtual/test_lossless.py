@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 import torch
 from kits.cases import pairwise, strategies
+from kits.virtual_clusters import cluster
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowspec_edge.d0.request import Request
-from flowspec_edge.device_profile import load_profile
-from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling, log_probs
 from flowspec_edge.strategies.params import Params
@@ -39,11 +38,6 @@ VARIANTS = range(3)  # of prompts and parameters
 # Any two of a stage count, a variant and a sampling meet; the strategies take turns, each with two cases at least.
 WAYS = pairwise(STAGES, VARIANTS, list(SAMPLINGS))
 TINY = [(list(STRATEGIES)[i % len(STRATEGIES)], *WAYS[i % len(WAYS)]) for i in range(2 * len(STRATEGIES))]
-
-
-@lru_cache(maxsize=2 * len(STAGES))
-def cluster(model: Path, stages: int) -> VirtualCluster:
-    return VirtualCluster(model, stages, load_profile("paper-7b"))
 
 
 @lru_cache(maxsize=4)

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from kits.cases import strategies
+from kits.requests import text
 from kits.tiny_model_dir import tiny_model_dir
 from kits.tiny_models import tiny_llama
+from kits.virtual_clusters import PROFILE, cluster
 
-from flowspec_edge.cli.main import main
 from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.d0.request import Request, Result
-from flowspec_edge.device_profile import load_profile
-from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.parameters import LONGEST_BLOCK
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 
 DRAFTING = [name for name, chosen in STRATEGIES.items() if chosen.drafter]
-PROFILE = load_profile("paper-7b")
 SMALL = {"width": 4, "tree_size": 20, "depth": 3, "pipedec_width": 6, "pipeinfer_split": 0.1, "spd_width": 2,
          "ngram_min": 1}
 KINDS = {"alone": Params(draft="ngram", **SMALL), "eagle2": Params(draft="eagle2", ngram=True, **SMALL),
@@ -39,16 +35,6 @@ def prompt() -> list[int]:
     return half + half[:15]
 
 
-@cache
-def cluster(model: Path, stages: int) -> VirtualCluster:
-    return VirtualCluster(model, stages, PROFILE)
-
-
-@cache
-def plain(model: Path, tokens: tuple[int, ...], limit: int, sampling: Sampling) -> list[int]:
-    return PlainDecoder(model).generate(list(tokens), limit, sampling)[0]
-
-
 # SPD drafts with its own module whatever the kind; the look-up is merged into that.
 PAIRS = [(name, kind) for name in DRAFTING for kind in KINDS if name != "spd" or kind == "eagle2"]
 IN_TURN = [pair for i, pair in enumerate(PAIRS) if pair[0] == "flowspec_plus" or i % 3 == DRAFTING.index(pair[0]) % 3]
@@ -57,7 +43,7 @@ WAYS = list(product((1, 3), (Sampling(), Sampling(1.0, seed=4))))
 
 def same_text(model: Path, name: str, kind: str, stages: int, sampling: Sampling) -> None:
     result = cluster(model, stages).generate(Request(prompt(), name, 8, sampling, KINDS[kind]))
-    assert result.tokens == plain(model, tuple(prompt()), 8, sampling)
+    assert result.tokens == text(model, tuple(prompt()), 8, sampling)
 
 
 @pytest.mark.parametrize(("name", "kind"), IN_TURN)
@@ -119,16 +105,6 @@ def test_flowspec_plus_looks_up_by_itself_or_not_at_all(ngram: bool | None, itse
                                                         merged: bool) -> None:
     chosen, params = STRATEGIES["flowspec_plus"], Params(ngram=ngram)
     assert (chosen.looks_up(params), chosen.merges_look_up(params)) == (itself, merged)
-
-
-def test_a_command_names_both_ways_without_a_head(no_head: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "run", "--model", str(no_head), "--strategies", "flowspec_plus"]) != 0
-    said = capsys.readouterr().err
-    assert "flowspec_plus drafts with eagle2/, which" in said
-    assert "add one, as flowspec models head" in said
-    assert "--draft ngram" in said
-    assert "--strategy autoregressive" in said
-    assert len(said.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(("given", "message"), [

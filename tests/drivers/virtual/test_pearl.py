@@ -57,14 +57,3 @@ def test_a_perfect_chain_yields_gamma_and_one_more(oracle_draft_model: Path, dem
     stats = cluster.generate(Request(demo_prompts[2], "speculative", 25, params=params)).stats
     assert stats.alr == gamma + 1
     assert stats.turns == pytest.approx(2 * 24 / (gamma + 1))
-
-
-def test_a_static_tree_has_its_shape(demo_model: Path, demo_prompts: list[list[int]],
-                                     ideal_profile: Profile) -> None:
-    """2, then 3 children each, then one: 2 + 6 + 6 nodes and the root, in every round."""
-    cluster = VirtualCluster(demo_model, 2, ideal_profile)
-    params = Params(stpp_branching="2,3,1", prefill_chunk=1024)
-    cluster.generate(Request(demo_prompts[0], "stpp", 24, params=params))
-    trees = [s.rows for s in cluster.spans if s.kind == "compute" and s.device == 1][1:]
-    assert set(trees) == {15}
-    assert [s.rows for s in cluster.spans if s.kind == "draft"][:3] == [1, 2, 6]

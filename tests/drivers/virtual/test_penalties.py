@@ -8,7 +8,6 @@ mu are the logits and c[j] says how often token j was sampled before the positio
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kits.cases import strategies
 from kits.transformers_generate import reference_text
+from kits.virtual_clusters import cluster
 from numpy.typing import NDArray
 from transformers import LogitsProcessor
 
 from flowspec_edge.d0.request import Request
-from flowspec_edge.device_profile import load_profile
-from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
@@ -57,11 +55,6 @@ class Penalised(LogitsProcessor):
         return torch.from_numpy(row)[None]
 
 
-@cache
-def cluster(model: Path, stages: int) -> VirtualCluster:
-    return VirtualCluster(model, stages, load_profile("paper-7b"))
-
-
 def check(model: Path, stages: int, prompt: tuple[int, ...], name: str, sampling: Sampling, wanted: Penalties
           ) -> tuple[int, bool]:
     """Return how many draft tokens were accepted, and whether the text is another without penalties."""
@@ -82,12 +75,6 @@ def test_every_strategy_gives_the_published_tokens(small_vocabulary_model: Path,
     if name == "flowspec_plus":
         assert any(changed for _, changed in runs)
         assert sum(accepted for accepted, _ in runs) > 0
-
-
-@pytest.mark.parametrize(("name", "stages"),
-                         [("pipeinfer", 1), ("flowspec", 3)])
-def test_any_number_of_stages(eight_layers: Path, name: str, stages: int) -> None:
-    check(eight_layers, stages, tuple(range(20, 40)), name, SAMPLINGS[stages % 3], PENALTIES[0])
 
 
 def test_drafts_of_a_trained_head_are_accepted(demo_model: Path) -> None:

@@ -38,27 +38,3 @@ def test_a_perfect_draft_yields_a_token_a_timestep(oracle_draft_model: Path, dem
     stats = cluster.generate(Request(demo_prompts[2], "pipedec", 41, params=Params(pipedec_width=1))).stats
     assert stats.accepted == 40
     assert stats.turns == pytest.approx(4 + 39)  # the first token fills the pipeline
-
-
-def test_a_layer_is_never_wider_than_w(demo_model: Path, demo_prompts: list[list[int]],
-                                       ideal_profile: Profile) -> None:
-    cluster = VirtualCluster(demo_model, 4, ideal_profile)
-    params = Params(pipedec_width=5, pipedec_children=3, prefill_chunk=1024)
-    cluster.generate(Request(demo_prompts[0], "pipedec", 24, params=params))
-    decoding = [s for s in cluster.spans if s.kind == "compute" and s.device == 1][1:]  # after the prompt
-    assert max(s.rows for s in decoding) == 5
-    drafts = [s.rows for s in cluster.spans if s.kind == "draft"]
-    assert max(drafts) == 5
-
-
-@pytest.mark.slow
-def test_wider_layers_hit_more_often(demo_model: Path, demo_prompts: list[list[int]],
-                                     ideal_profile: Profile) -> None:
-    cluster = VirtualCluster(demo_model, 4, ideal_profile)
-
-    def accepted(width: int) -> int:
-        params = Params(pipedec_width=width)
-        return sum(cluster.generate(Request(p, "pipedec", 24, params=params)).stats.accepted
-                   for p in demo_prompts[:2])
-
-    assert accepted(1) < accepted(32)

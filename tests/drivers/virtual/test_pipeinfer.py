@@ -103,37 +103,3 @@ def test_real_stages_skip_cancelled_runs(demo_model: Path, demo_prompts: list[li
             if skipped:
                 break
     assert skipped > 0
-
-
-def test_every_accepted_token_gets_a_canonical_run(demo_model: Path, demo_prompts: list[list[int]]) -> None:
-    """Those that are in no run yet in any case; all of them, unless it is switched off."""
-    both = {}
-    for canonical in ("all", "needed"):
-        result, spans = run(demo_model, demo_prompts[1], "pipeinfer", pipeinfer_canonical=canonical)
-        single = [s for s in spans if s.device == 1 and s.kind == "compute" and s.rows == 1]
-        both[canonical] = (result.tokens, len(single))
-    assert both["all"][0] == both["needed"][0]
-    assert both["all"][1] > both["needed"][1]
-
-
-def test_the_cutoff_holds_speculation_back(demo_model: Path, demo_prompts: list[list[int]]) -> None:
-    """With a cutoff that no confidence reaches, and that never falls, there is plain decoding left."""
-    result, _ = run(demo_model, demo_prompts[0], "pipeinfer", pipeinfer_accept=1.1, pipeinfer_decay=0.0)
-    assert result.stats.drafted == 0
-    eager, _ = run(demo_model, demo_prompts[0], "pipeinfer", pipeinfer_recovery=0.0)
-    default, _ = run(demo_model, demo_prompts[0], "pipeinfer")
-    assert result.tokens == eager.tokens == default.tokens
-    assert eager.stats.drafted > default.stats.drafted > 0
-
-
-def test_a_micro_batch_branches_where_the_draft_is_torn(demo_model: Path,
-                                                        demo_prompts: list[list[int]]) -> None:
-    chains, s1 = run(demo_model, demo_prompts[0], "pipeinfer")
-    trees, s2 = run(demo_model, demo_prompts[0], "pipeinfer", pipeinfer_split=0.1)
-    assert trees.tokens == chains.tokens
-
-    def widest(spans: list[Span]) -> int:
-        return max(s.rows for s in spans if s.kind == "draft")
-
-    assert widest(s1) == 1
-    assert 1 < widest(s2) <= 3

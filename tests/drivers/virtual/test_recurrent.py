@@ -3,16 +3,12 @@ plain decoding."""
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
-
 import pytest
-from kits.family_checkpoints import SMALL, VOCAB, family_dir, generated
+from kits.family_checkpoints import SMALL, VOCAB, FamilyDirs, generated
 from kits.stages import random_tokens
+from kits.virtual_clusters import cluster
 
 from flowspec_edge.d0.request import Request
-from flowspec_edge.device_profile import load_profile
-from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.registry import STRATEGIES
 
@@ -27,28 +23,12 @@ CASES = [*((WAYS[place % len(WAYS)][0], name, WAYS[place % len(WAYS)][1]) for pl
          ("qwen3-next", "pipeinfer", "drawn")]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    base = tmp_path_factory.mktemp("recurrent")
-    return {name: family_dir(name, base / name) for name in STAGES}
-
-
-@cache
-def cluster(model: Path, stages: int) -> VirtualCluster:
-    return VirtualCluster(model, stages, load_profile("paper-7b"))
-
-
-@cache
-def expected(model: Path, stages: int, sampling: Sampling) -> list[int]:
-    if sampling.greedy:
-        return generated(model / "target", PROMPT, NEW)
-    plain = Request(PROMPT, "autoregressive", NEW, sampling=sampling, params=SMALL)
-    return cluster(model, stages).generate(plain).tokens
-
-
 @pytest.mark.parametrize(("family", "name", "kind"), CASES)
-def test_tokens_are_those_of_generate_or_plain_decoding(models: dict[str, Path], family: str, name: str, kind: str
-                                                        ) -> None:
-    model, stages, sampling = models[family], STAGES[family], SAMPLINGS[kind]
-    request = Request(PROMPT, name, NEW, sampling=sampling, params=SMALL)
-    assert cluster(model, stages).generate(request).tokens == expected(model, stages, sampling)
+def test_tokens_are_those_of_generate_or_plain_decoding(families: FamilyDirs, family: str, name: str,
+                                                        kind: str) -> None:
+    model, sampling = families[family], SAMPLINGS[kind]
+
+    def tokens(strategy: str) -> list[int]:
+        return cluster(model, STAGES[family]).generate(Request(PROMPT, strategy, NEW, sampling, SMALL)).tokens
+
+    assert tokens(name) == (generated(model / "target", PROMPT, NEW) if sampling.greedy else tokens("autoregressive"))

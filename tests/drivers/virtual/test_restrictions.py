@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kits.cases import strategies
 from kits.transformers_generate import reference_text
+from kits.virtual_clusters import cluster
 from transformers import (
     LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -29,8 +30,6 @@ from transformers import (
 )
 
 from flowspec_edge.d0.request import Request
-from flowspec_edge.device_profile import load_profile
-from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.sampling import rule
@@ -61,11 +60,6 @@ CASES: tuple[tuple[Penalties | None, Restrictions | None, frozenset[int], Any], 
                    MinNewTokensLengthLogitsProcessor(len(PROMPT), 5, sorted(ends))]),
     (None, None, frozenset({3}), lambda ends: []),
 )
-
-
-@cache
-def cluster(model: Path, stages: int) -> VirtualCluster:
-    return VirtualCluster(model, stages, load_profile("paper-7b"))
 
 
 @cache

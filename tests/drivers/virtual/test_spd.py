@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from kits.cases import pairwise
+from kits.requests import text
 
 from flowspec_edge.d0.lm_head import LmHead
 from flowspec_edge.d0.request import Request, Stats
@@ -16,7 +15,6 @@ from flowspec_edge.d0.scheduler import Scheduler
 from flowspec_edge.d0.session import DraftPass, DraftSession, Task, Verify
 from flowspec_edge.device_profile import DraftCost, Profile, load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.lab.spd.strategy import SPD
 from flowspec_edge.messages import Credit, Output, Payload, Segment, Tap
 from flowspec_edge.sampling.rule import Rank, Sampling
@@ -26,11 +24,6 @@ from flowspec_edge.tree.draft_api import DraftOutput, DraftRequest
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 
 GREEDY, SAMPLED = Sampling(), Sampling(1.0, seed=8)
-
-
-@lru_cache
-def plain(path: Path) -> PlainDecoder:
-    return PlainDecoder(path)
 
 
 def drafts_taking(profile: Profile, ms: float) -> Profile:
@@ -72,46 +65,13 @@ def test_a_draft_pass_hides_behind_the_pipelines_step(demo_model: Path, demo_pro
     assert slow.turns > 1.1 * free.turns
 
 
-def test_a_pass_begins_when_the_newest_token_enters_the_pipeline(
-        demo_model: Path, demo_prompts: list[list[int]], ideal_profile: Profile) -> None:
-    cluster = VirtualCluster(demo_model, 4, drafts_taking(ideal_profile, 400))
-    cluster.generate(Request(demo_prompts[0], "spd", 16, params=Params(prefill_chunk=1024)))
-    entered = [s.start for s in cluster.spans if s.kind == "compute" and s.device == 1][1:]
-    drafts = [s.start for s in cluster.spans if s.kind == "draft"]
-    count = min(len(entered), len(drafts))  # the text ends before the last of one or the other
-    assert max(len(entered), len(drafts)) <= count + 1
-    assert count > 4
-    assert drafts[:count] == pytest.approx(entered[:count])
-
-
-@pytest.mark.parametrize(("stages", "width", "sampling"), pairwise((1, 3, 11), (1, 4), (GREEDY, SAMPLED)))
-def test_the_tokens_of_plain_decoding(eight_layers: Path, stages: int, width: int, sampling: Sampling
-                                      ) -> None:
-    """Eight layers: of eleven stages three hold none.  Under a profile whose links take time."""
-    prompt = np.random.default_rng(stages).integers(1, 97, 70).tolist()
-    cluster = VirtualCluster(eight_layers, stages, load_profile("paper-7b"))
-    result = cluster.generate(Request(prompt, "spd", 8, sampling, Params(spd_width=width)))
-    assert result.tokens == plain(eight_layers).generate(prompt, 8, sampling)[0]
-
-
 @pytest.mark.parametrize("width", [1, 4])
 def test_more_stages_than_layers_by_far(small_vocabulary_model: Path, width: int) -> None:
     cluster = VirtualCluster(small_vocabulary_model, 5, load_profile("paper-7b"))
     for sampling in (GREEDY, SAMPLED):
         result = cluster.generate(Request([3, 1, 4], "spd", 12, sampling, Params(spd_width=width)))
-        assert result.tokens == plain(small_vocabulary_model).generate([3, 1, 4], 12, sampling)[0]
+        assert result.tokens == text(small_vocabulary_model, (3, 1, 4), 12, sampling)
         assert result.stats.accepted > 0
-
-
-def test_wider_trees_hit_more_often(demo_model: Path, demo_prompts: list[list[int]], ideal_profile: Profile
-                                    ) -> None:
-    cluster = VirtualCluster(demo_model, 4, ideal_profile)
-
-    def accepted(width: int) -> int:
-        return sum(cluster.generate(Request(p, "spd", 24, params=Params(spd_width=width))).stats.accepted
-                   for p in demo_prompts[:1])
-
-    assert accepted(1) < accepted(4)
 
 
 @pytest.mark.parametrize(("depths", "taps", "prompt"), [

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import mean
 
 import numpy as np
 import pytest
+from kits.requests import answer, plain, plain_answers
 
 from flowspec_edge.d0.observer import Observer
 from flowspec_edge.d0.request import Request, Result
@@ -22,7 +22,6 @@ from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
 from flowspec_edge.lab.bench.results import BenchReport
 from flowspec_edge.lab.bench.runner import ArrivalPattern, BenchPlan, Workload, measure
-from flowspec_edge.lab.plain import PlainDecoder
 
 REQUESTS = [Request([5, 9, 20], max_new_tokens=9), Request([7] * 20, max_new_tokens=5),
             Request([31, 4], max_new_tokens=7)]
@@ -46,17 +45,13 @@ class Notes(Observer):
                 self.token_at[event.session] += [event.at] * len(event.tokens)
 
 
-def plain_text(decoder: PlainDecoder, request: Request) -> tuple[list[int], str]:
-    return decoder.generate(list(request.prompt), request.max_new_tokens, request.sampling, request.stop_ids)
-
-
 def measured(model: Path, cluster: VirtualCluster | Changed, pattern: ArrivalPattern,
              strategy: str = "flowspec", temperature: float = 0.0, repeats: int = 1) -> BenchReport:
     seen: list[str] = []
     plan = BenchPlan([strategy], [Workload("t", REQUESTS)], [temperature], repeats, pattern=pattern)
     report = BenchReport("paper-7b", "virtual")
     steps = plan.steps(report)
-    measure(cluster, partial(plain_text, PlainDecoder(model)), plan, report, seen.append)
+    measure(cluster, plain_answers(model), plan, report, seen.append)
     assert len(seen) == steps
     return report
 
@@ -156,14 +151,13 @@ def test_every_group_is_full() -> None:
 
 @pytest.mark.slow
 def test_processes_take_requests_when_they_arrive(model: Path) -> None:
-    decoder = PlainDecoder(model)
     with open_cluster(ClusterSpec(model, 2)) as cluster:
         with pytest.raises(UsageError, match="galaxy exists in virtual time only"):
             cluster.generate_many([REQUESTS[0], replace(REQUESTS[0], strategy="galaxy")])
         assert cluster.generate_many([]) == []
         results = cluster.generate_many(REQUESTS, [0.6, 0.0, 0.6])
     for request, result, arrival in zip(REQUESTS, results, [0.6, 0.0, 0.6], strict=True):
-        assert result.tokens == plain_text(decoder, request)[0]
+        assert result.tokens == answer(plain(model), request)[0]
         assert len(result.token_at) == len(result.tokens)
         assert list(result.token_at) == sorted(result.token_at)
         assert result.token_at[0] > arrival

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from kits.requests import answer
 
 from flowspec_edge.d0.request import OnTokens, Request, Result
 from flowspec_edge.device_profile import load_profile
@@ -129,9 +131,7 @@ def test_a_bench_counts_near_ties_and_refuses_others(model: Path, near: bool) ->
     swapping = Swapping(cluster, decoder, near)
     requests = [Request([i, i + 1, 7], max_new_tokens=4) for i in range(30)]
 
-    def plain(request: Request) -> tuple[list[int], str]:
-        return decoder.generate(list(request.prompt), request.max_new_tokens, request.sampling)
-
+    plain = partial(answer, decoder)
     report = BenchReport(None, "virtual")
     plan = BenchPlan(["autoregressive"], [Workload("t", requests)], [0.0])
     measure(swapping, plain, plan, report, explains=NearTies(decoder.model).explain)

@@ -87,27 +87,6 @@ def test_no_mean_over_only_some_tasks() -> None:
     assert {row.tokens_per_second_sd for row in part.rows} == {None}
 
 
-def test_answers_of_one_token_have_no_speed() -> None:
-    one = made(repeats=1)
-    cell = ("flowspec", "qa", 0.0)
-    first, second = [s for s in one.samples if s.cell == cell][:2]
-    bare = replace(first, tokens=1, tokens_per_second=0.0, decode_s=0.0, turns=0.0, rounds=0)
-    one.samples = [bare, second]
-    (row,) = one.rows
-    assert row.short == 1
-    assert row.itl_mean_s == pytest.approx(second.decode_s / (second.tokens - 1))
-    assert (row.itl_p50_s, row.itl_p95_s) == (second.itl_p50_s, second.itl_p95_s)
-    assert row.tokens_per_second == second.tokens_per_second
-    twice = [replace(s, repeat=r, tokens_per_second=s.tokens_per_second * (1 + r))
-             for s in (bare, second) for r in (0, 1)]
-    one.samples = twice
-    assert one.rows[0].tokens_per_second_sd == pytest.approx(
-        statistics.stdev(s.tokens_per_second for s in twice[2:]))
-    one.samples = [bare]
-    assert (one.rows[0].itl_mean_s, one.rows[0].alt, one.rows[0].alr) == (None, None, None)
-    assert one.rows[0].tokens_per_second is None
-
-
 def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     before = made()
@@ -145,14 +124,6 @@ def test_a_report_with_a_missing_key(tmp_path: Path, where: tuple[Any, ...], say
     path.write_text(json.dumps(data))
     with pytest.raises(UsageError, match=says):
         load_report(path)
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot read"):
-        load_report(tmp_path / "absent.json")
-    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match="is not UTF-8 text: byte 0"):
-        load_report(tmp_path / "bytes.json")
 
 
 def test_energy_needs_every_request(tmp_path: Path) -> None:

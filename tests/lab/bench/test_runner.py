@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
+from kits.requests import plain_answers
 from rich.console import Console
 
 from flowspec_edge.d0.request import ClusterBackend, OnTokens, Request, Result
@@ -20,7 +21,6 @@ from flowspec_edge.lab.bench.results import BenchReport, Difference, load_report
 from flowspec_edge.lab.bench.rows import ReportRow
 from flowspec_edge.lab.bench.runner import Advance, BenchPlan, PlainDecoding, Workload, measure
 from flowspec_edge.lab.bench.tables import show, table, title
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 
 STRATEGIES = ("autoregressive", "chunk_pp", "flowspec")
@@ -45,15 +45,6 @@ def run(cluster: ClusterBackend, plain: PlainDecoding, requests: Sequence[Reques
     report = BenchReport(None, cluster.clock)
     measure(cluster, plain, BenchPlan(strategies, [Workload("", requests)], [0.0]), report, advance)
     return report.rows, report.differences
-
-
-class Plain:
-    def __init__(self, model: Path) -> None:
-        self.decoder = PlainDecoder(model)
-
-    def __call__(self, request: Request) -> tuple[list[int], str]:
-        return self.decoder.generate(list(request.prompt), request.max_new_tokens, request.sampling,
-                                     request.stop_ids)
 
 
 class Remembering:
@@ -109,7 +100,7 @@ class Erring:
 @pytest.mark.parametrize(("change", "position"), [("wrong", 3), ("short", 4), ("reason", 5)])
 def test_a_difference_is_found_and_placed(model: Path, remembering: Remembering, requests: list[Request],
                                           change: str, position: int) -> None:
-    rows, differences = run(Erring(remembering, "chunk_pp", change), Plain(model), requests, STRATEGIES)
+    rows, differences = run(Erring(remembering, "chunk_pp", change), plain_answers(model), requests, STRATEGIES)
     assert [row.identical for row in rows] == [True, False, True]
     (difference,) = differences
     assert (difference.strategy, difference.prompt, difference.position) == ("chunk_pp", 1, position)
@@ -127,7 +118,7 @@ def test_rows_are_the_clusters_own_figures(
         model: Path, cluster: VirtualCluster, requests: list[Request]) -> None:
     asked, report, seen = plan(requests, ("chunk_pp", "flowspec"), repeats=3), BenchReport("p", "virtual"), []
     steps = asked.steps(report)
-    measure(cluster, Plain(model), asked, report, seen.append)
+    measure(cluster, plain_answers(model), asked, report, seen.append)
     # Three prompts: once each when greedy, three times when sampling; plain decoding as often.
     assert len(seen) == steps == 3 * (1 + 2) + 9 * (1 + 2)
     assert report.complete
@@ -155,7 +146,7 @@ def test_rows_are_the_clusters_own_figures(
 def test_a_difference_names_task_temperature_and_repeat(model: Path, remembering: Remembering,
                                                         requests: list[Request]) -> None:
     asked, report = plan(requests, ("chunk_pp", "flowspec"), repeats=2), BenchReport("p", "virtual")
-    measure(Erring(remembering, "flowspec", "wrong"), Plain(model), asked, report)
+    measure(Erring(remembering, "flowspec", "wrong"), plain_answers(model), asked, report)
     assert {d.strategy for d in report.differences} == {"flowspec"}
     wrong = {(d.task, d.temperature, d.repeat) for d in report.differences}
     assert {("first", 0.0, 0), ("second", 0.0, 0)} <= wrong
@@ -166,10 +157,10 @@ def test_a_difference_names_task_temperature_and_repeat(model: Path, remembering
 @pytest.mark.slow
 def test_warming_up_is_not_counted(model: Path, cluster: VirtualCluster, requests: list[Request]) -> None:
     cold, warm, seen = BenchReport("p", "virtual"), BenchReport("p", "virtual"), []
-    measure(cluster, Plain(model), plan(requests), cold)
+    measure(cluster, plain_answers(model), plan(requests), cold)
     asked = plan(requests, warmup=3)
     steps = asked.steps(warm)
-    measure(cluster, Plain(model), asked, warm, seen.append)
+    measure(cluster, plain_answers(model), asked, warm, seen.append)
     assert len(seen) == steps
     assert [seen.count(f"{name}, warm-up") for name in STRATEGIES] == [3, 3, 3]
     assert warm.samples == cold.samples
@@ -199,11 +190,11 @@ def test_an_interrupted_report_is_resumed(model: Path, cluster: VirtualCluster, 
     settings = {"model": "m", "tasks": [], "stages": 2, "draft": "own", "pipedec_width": 1,
                 "max_new_tokens": 8, "dtype": "fp32", "seed": 0}
     whole, path = BenchReport("p", "virtual", settings), tmp_path / "r.json"
-    measure(cluster, Plain(model), plan(requests), whole)
+    measure(cluster, plain_answers(model), plan(requests), whole)
 
     part = BenchReport("p", "virtual", settings)
     with pytest.raises(KeyboardInterrupt):  # in the first strategy, at its second temperature
-        measure(Interrupted(cluster, 4), Plain(model), plan(requests), part, save=lambda: part.save(path))
+        measure(Interrupted(cluster, 4), plain_answers(model), plan(requests), part, save=lambda: part.save(path))
     kept = load_report(path)
     assert not kept.complete
     assert kept.cells == {("autoregressive", "first", 0.0), ("autoregressive", "second", 0.0)}
@@ -211,7 +202,7 @@ def test_an_interrupted_report_is_resumed(model: Path, cluster: VirtualCluster, 
 
     done: list[str] = []
     steps = plan(requests).steps(kept)
-    measure(cluster, Plain(model), plan(requests), kept, done.append)
+    measure(cluster, plain_answers(model), plan(requests), kept, done.append)
     assert len(done) == steps == plan(requests).steps(BenchReport("p", "virtual")) - 3
     assert kept.as_json() == whole.as_json()
     assert plan(requests).steps(kept) == 0
@@ -219,7 +210,7 @@ def test_an_interrupted_report_is_resumed(model: Path, cluster: VirtualCluster, 
 
 def test_the_table_has_a_caption_and_all_figures(model: Path, remembering: Remembering,
                                                  requests: list[Request]) -> None:
-    rows, _ = run(Erring(remembering, "flowspec", "wrong"), Plain(model), requests, STRATEGIES)
+    rows, _ = run(Erring(remembering, "flowspec", "wrong"), plain_answers(model), requests, STRATEGIES)
     console = Console(width=80, record=True, file=io.StringIO())
     show(console, table(rows, title("virtual", "paper-7b", 2, 0.0)))
     text = console.export_text()

@@ -11,17 +11,17 @@ from statistics import fmean
 
 import pytest
 from kits.bench_reports import report
+from kits.requests import answer, plain
 from pydantic import ValidationError
 
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
-from flowspec_edge.lab.bench.axes import AXES, Value, label
+from flowspec_edge.lab.bench.axes import AXES, Value
 from flowspec_edge.lab.bench.paper_results import BandwidthCurves, load_paper_results
 from flowspec_edge.lab.bench.results import ENERGY, BenchReport, Sweep, load_sweep
 from flowspec_edge.lab.bench.runner import BenchPlan, PointCluster, Workload, cached, measure_points, steps
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.strategies.params import Params
 
 PAPER = load_profile("paper-7b")
@@ -33,12 +33,11 @@ class Plain:
     """Plain decoding that counts its requests."""
 
     def __init__(self, model: Path) -> None:
-        self.decoder, self.asked = PlainDecoder(model), 0
+        self.decoder, self.asked = plain(model), 0
 
     def __call__(self, request: Request) -> tuple[list[int], str]:
         self.asked += 1
-        return self.decoder.generate(list(request.prompt), request.max_new_tokens, request.sampling,
-                                     request.stop_ids)
+        return answer(self.decoder, request)
 
 
 class Opener:
@@ -229,12 +228,6 @@ def test_files_that_are_no_sweep(tmp_path: Path, change: dict[str, object], says
     BenchReport("paper-7b", "virtual").save(path)
     with pytest.raises(UsageError, match="is no sweep"):
         load_sweep(path)
-
-
-def test_labels_of_values() -> None:
-    assert AXES["bandwidth"].text(62.5) == "62.5 Mbps"
-    assert label(1000) == "1000"
-    assert AXES["depth"].text((5, 3)) == "(5, 3) levels"
 
 
 def test_published_figures_belong_to_one_testbed() -> None:

@@ -71,8 +71,6 @@ def test_a_row_per_strategy_with_the_papers_below(tasks: tuple[str, ...]) -> Non
     assert rows[3][1:] == ["9.44", "8.76", "–", "–"]
     assert "kept: tokens/s at 62.5 Mbps as a share of those at 1000 Mbps." in sweep_notes(sweep)
     assert [line[-1] for line in lines(made("bandwidth", [125, 1000]))[2::2]] == ["42.7%", "92.8%"]
-    said = sweep_notes(made("stages", [2, 8]))
-    assert "last/first: tokens/s at 8 stages as a share of those at 2 stages." in said
 
 
 def test_without_published_figures_there_is_no_row_for_them() -> None:
@@ -131,8 +129,6 @@ def test_captions_name_the_clock() -> None:
                                  "compute as long as paper-7b says")
     fleet = replace(sweep, links="cluster", clock="wall", profile=None)
     assert measured_as(fleet) == "wall clock, a cluster's shaped links"
-    assert "stages, T" not in sweep_title(made("stages", [4]))
-    assert any("keeps its number of layers" in line for line in sweep_notes(made("stages", [4])))
 
 
 def test_the_figure_of_a_bandwidth_sweep(tmp_path: Path) -> None:

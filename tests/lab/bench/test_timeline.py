@@ -74,17 +74,6 @@ def test_columns_are_busy_when_the_devices_are(cluster: VirtualCluster, strategy
                 assert sign == "."
 
 
-def test_blocks_carry_their_runs_in_order(cluster: VirtualCluster) -> None:
-    spans, stats = run(cluster, "chunk_pp")
-    view = window(stats.ttft_s, stats.ttft_s + stats.decode_s, stats.slot_s, 9)
-    lines = lines_of(draw(spans, STAGES, view, 9))
-    for device in (1, 2, 3):
-        mine = [s for s in spans if s.device == device and s.end > view.start]
-        runs = [s.run for s in mine if s.start < view.end - view.slot / 2]
-        shown = [int(part) for part in lines[f"V{device}"].replace(".", "=").split("=") if part]
-        assert shown == runs
-
-
 def test_a_known_timeline() -> None:
     spans = [
         Span(0, "draft", 0.0, 0.26, -1, 10), Span(0, "verify", 0.55, 0.57, 7, 3),
@@ -101,12 +90,6 @@ def test_a_known_timeline() -> None:
         "V2        ........7=======345=====",
         "a column: 1/8 turn = 125 ms; 12==: run 12; xx: cancelled; d: drafts; v: lm_head, walk; .: idle",
     ]
-
-
-def test_the_axis_starts_at_the_window() -> None:
-    for turns, skip, starts in ((11, 40, "turn      40      41"), (45, 5, "turn      5   7   9   11")):
-        view = window(0.0, 1e3, 1.0, turns, skip)
-        assert draw([], 1, view, turns).startswith(starts)
 
 
 def test_errors_of_a_window_suggest_an_option() -> None:

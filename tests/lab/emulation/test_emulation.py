@@ -4,6 +4,8 @@ and the figures are those of virtual time."""
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ from flowspec_edge.lab.emulation.links import EmulatedTransport
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.messages import Cancel, Close, Credit, Open, Output, Payload, Prune, Segment
 from flowspec_edge.stage.core import Arrived, Charged, Emit, Pass, Passed, StageCore
+from flowspec_edge.transport.zmq_links import ZmqLink
 
 PAPER = load_profile("paper-7b")
 PATIENCE = 60.0
@@ -122,34 +125,29 @@ def output(rows: int, run: int = 0) -> Output:
     return Output(1, 0, run, np.arange(rows, dtype=np.int32), hidden)
 
 
-def pair(profile: Profile, links: Links) -> tuple[EmulatedTransport, EmulatedTransport]:
+@contextmanager
+def pair(profile: Profile, links: Links) -> Iterator[tuple[ZmqLink, ZmqLink]]:
+    """The ends of V1's link to D0: D0's, and V1's."""
     emulation = Emulation(Devices.from_profile(profile, 1), links)
-    return EmulatedTransport(emulation, 0, ["v1"]), EmulatedTransport(emulation, 1)
+    with (closing(EmulatedTransport(emulation, 0, ["v1"])) as d0, closing(EmulatedTransport(emulation, 1)) as v1):
+        data_in = d0.pull("tcp://127.0.0.1:*", "in")
+        yield data_in, v1.push(data_in.endpoint, "out")
 
 
 def test_made_links_hold_every_message_back_in_order() -> None:
     profile = quick(mbps=8.0, latency_ms=30.0)  # 1 kB a ms: 16 rows of 8192 bytes take 131 ms
-    d0, v1 = pair(profile, "made")
-    try:
-        data_in = d0.pull("tcp://127.0.0.1:*", "in")
-        data_out = v1.push(data_in.endpoint, "out")
+    with pair(profile, "made") as (data_in, data_out):
         sent = [output(16, run) for run in range(3)]
         start = time.monotonic()
         for message in sent:
             assert data_out.send(message, PATIENCE)
         due = start
         for message in sent:
-            got = None
-            while got is None:
-                d0.wait([data_in], [], PATIENCE)
-                got = data_in.receive()
+            got = data_in.receive(PATIENCE)
             due += wire_bytes(message, profile) / 1e6
             assert isinstance(got, Output)
             assert got.run == message.run
             assert time.monotonic() >= due + 0.030
-    finally:
-        d0.close()
-        v1.close()
 
 
 def test_made_control_links_are_one_for_each_device() -> None:
@@ -178,10 +176,7 @@ def test_made_control_links_are_one_for_each_device() -> None:
 
 def test_real_links_carry_the_profiles_bytes() -> None:
     profile = quick()
-    d0, v1 = pair(profile, "real")
-    try:
-        data_in = d0.pull("tcp://127.0.0.1:*", "in")
-        data_out = v1.push(data_in.endpoint, "out")
+    with pair(profile, "real") as (data_in, data_out):
         for rows in (0, 1, 16, 200):
             before = data_out.bytes_out, data_in.bytes_in
             message = output(rows)
@@ -191,22 +186,12 @@ def test_real_links_carry_the_profiles_bytes() -> None:
             assert np.array_equal(got.hidden.array, message.hidden.array)
             expected = wire_bytes(message, profile) + 8  # the stamp
             assert (data_out.bytes_out - before[0], data_in.bytes_in - before[1]) == (expected, expected)
-    finally:
-        d0.close()
-        v1.close()
 
 
 def test_a_model_wider_than_the_profiles_cannot_be_padded() -> None:
-    d0, v1 = pair(quick(), "real")
-    try:
-        data_in = d0.pull("tcp://127.0.0.1:*", "in")
-        data_out = v1.push(data_in.endpoint, "out")
-        wide = Payload("float32", np.ones((2, 5000), np.float32))
-        with pytest.raises(ProtocolError, match="wider"):
-            data_out.send(Output(1, 0, 0, np.arange(2, dtype=np.int32), wide), PATIENCE)
-    finally:
-        d0.close()
-        v1.close()
+    wide = Payload("float32", np.ones((2, 5000), np.float32))
+    with pair(quick(), "real") as (_, data_out), pytest.raises(ProtocolError, match="wider"):
+        data_out.send(Output(1, 0, 0, np.arange(2, dtype=np.int32), wide), PATIENCE)
 
 
 # ---- clusters --------------------------------------------------------------------------------------

@@ -127,12 +127,6 @@ def test_an_index_stays_in_its_directory(copy: Path) -> None:
         Checkpoint(copy)
 
 
-def test_an_unexpected_tensor_is_named(copy: Path) -> None:
-    edit(copy, model__layers__2__mlp__up_proj__weight=torch.ones(1))
-    with pytest.raises(FlowspecError, match=r"tensor model\.layers\.2\.mlp\.up_proj"):
-        load_shard(copy, 0, 2, "fp32")
-
-
 def test_harmless_tensors_pass(copy: Path, tmp_path: Path) -> None:
     edit(copy, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4),
          model__layers__1__self_attn__masked_bias=torch.ones(()))

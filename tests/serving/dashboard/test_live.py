@@ -264,10 +264,6 @@ def test_the_page_needs_no_key_and_what_it_shows_does(cluster: Watched) -> None:
             until(lambda: watcher.ended)  # a watcher does not keep the server from ending
 
 
-def test_without_a_key_the_page_is_this_machines_alone(watched: Watchable) -> None:
-    assert watched.server.http.get("/", headers={"Host": "example.org"}).status_code == 403
-
-
 def test_odd_paths_are_not_found(watched: Watchable) -> None:
     """Sent as they are: clients of HTTP tidy paths up."""
     host, port = watched.server.url.removeprefix("http://").split(":")

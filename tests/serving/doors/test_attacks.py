@@ -24,7 +24,11 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/generate": {"model": NAME, "prompt": "hello", "stream": False, "options": {"num_predict": 1}},
     "/v1/messages": {"model": NAME, "messages": ASK, "max_tokens": 1},
     "/v1/messages/count_tokens": {"model": NAME, "messages": ASK},
-    "/api/show": {"model": NAME}}
+    "/api/show": {"model": NAME},
+    "/v1/chat/completions": {"model": NAME, "messages": ASK, "max_tokens": 1},
+    "/v1/completions": {"model": NAME, "prompt": "hello", "max_tokens": 1},
+    "/v1/responses": {"model": NAME, "input": "hello", "max_output_tokens": 1}}
+OPENAI = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 JSON = "application/json"
 # What a field may be replaced with, at any depth.
 ODD: list[Any] = [None, True, 7, -1, 1e308, 10**30, "", "x" * 3000, [], {}, [[]], [None], [7], {"type": None},
@@ -36,6 +40,9 @@ def message(path: str, body: Any) -> str:
     if path.startswith("/api/"):
         assert body.keys() == {"error"}
         return str(body["error"])
+    if path in OPENAI:
+        assert (body.keys(), body["error"].keys()) == ({"error"}, {"message", "type", "param", "code"})
+        return str(body["error"]["message"])
     assert body.keys() == {"type", "error"}
     assert (body["type"], body["error"].keys()) == ("error", {"type", "message"})
     return str(body["error"]["message"])
@@ -44,10 +51,11 @@ def message(path: str, body: Any) -> str:
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(("content", "kind", "status", "says"), [
     (b"", JSON, 400, "not valid JSON"), (b"{", JSON, 400, "not valid JSON"), (b"[]", JSON, 400, "a JSON object"),
-    (b"\xff\xfe", JSON, 400, "not UTF-8"), (b'{"model": NaN}', JSON, 400, "NaN is no JSON"),
+    (b"\xff\xfe", JSON, 400, "not UTF-8"), (b'{"model": "\xed\xa0\x80"}', JSON, 400, "not UTF-8"),
+    (b'{"model": NaN}', JSON, 400, "NaN is no JSON"),
     (b'{"a":' * 50_000, JSON, 400, "nested too deeply"), (b'{"model": "\\ud83d"}', JSON, 400, "no character"),
     (b'{"model": 1' + b"0" * 5000 + b"}", JSON, 400, "too many digits"),
-    (b"{}", "text/plain", 400, "Content-Type: application/json"),
+    (b"{}", JSON, 400, ": "), (b"{}", "text/plain", 400, "Content-Type: application/json"),
     (b" " * (MAX_BODY_BYTES + 1), JSON, 413, "larger than")])
 def test_bodies_that_are_none(server: Running, path: str, content: bytes, kind: str, status: int, says: str
                               ) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 import openai
 import pytest
 from kits.http_server import NAME, Running, ask, running, served
+from kits.plain_answers import plain_text
 
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
-from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
 
 PROMPT = [40, 41, 42, 43]
@@ -27,11 +26,9 @@ def server(model: Path, processes: ProcessCluster) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def texts(model: Path, plain: PlainDecoder) -> list[str]:
+def texts(model: Path) -> list[str]:
     """Plain decoding with seeds 7, 8 and 9."""
-    decode = served(model).tokenizer.decode
-    return [decode(plain.generate(PROMPT, 10, Sampling(1.0, seed=seed), OpenModel(model).stop_ids)[0])
-            for seed in (7, 8, 9)]
+    return [plain_text(model, PROMPT, 10, Sampling(1.0, seed=seed)) for seed in (7, 8, 9)]
 
 
 def test_the_seeds_of_the_choices_follow_one_another(server: Running, texts: list[str]) -> None:
@@ -59,8 +56,9 @@ def test_a_stop_string_ends_its_choice_alone(server: Running, texts: list[str]) 
     found = ask(server, **HOW, stop=stop, extra_body={"flowspec": {"tokens": True}})
     assert [choice.text for choice in found.choices] == [texts[0], texts[1][:texts[1].index(stop)], texts[2]]
     assert [choice.finish_reason for choice in found.choices] == ["length", "stop", "length"]
-    stats = [choice.model_extra["flowspec"]["stats"] for choice in found.choices]
-    assert [one is None for one in stats] == [False, True, False]
+    details = [choice.model_extra["flowspec"] for choice in found.choices]
+    assert [one["stats"] is None for one in details] == [False, True, False]
+    assert sum(len(one["tokens"]) for one in details) == found.usage.completion_tokens < 30
 
 
 def test_chats_have_choices_too_and_each_its_role(server: Running) -> None:

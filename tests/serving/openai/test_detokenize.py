@@ -92,9 +92,3 @@ def test_a_stop_string_is_found_among_any_bytes(data: bytes, stops: list[str]) -
         out += reader.push([byte])
     out += reader.close()
     assert (out, reader.stopped) == brute_force(data.decode("utf-8", "replace"), stops)
-
-
-def test_half_a_character_at_the_end_is_not_lost() -> None:
-    reader = Detokenizer(decode, ["z"])
-    assert reader.push([97, 0xC3]) == "a"
-    assert reader.close() == "�"

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
 import pytest
-from kits.http_server import LONG, Held, Watch, ask, post, running, served
+from kits.http_server import LONG, Held, Watch, ask, post, read_until, running, served
 from kits.process_clusters import PATIENCE, until
 
 SHORT = 0.05  # seconds
-
-
-def read_until(connection: socket.socket, found: bytes, times: int = 1) -> bytes:
-    """What comes, up to and with ``found``."""
-    data = b""
-    while data.count(found) < times:
-        more = connection.recv(4096)
-        assert more, data
-        data += more
-    return data
 
 
 def test_who_waits_is_told_so_in_comments_after_the_headers(held: Held, model: Path) -> None:

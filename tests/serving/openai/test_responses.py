@@ -10,12 +10,12 @@ from typing import Any
 import openai
 import pytest
 from kits.http_server import NAME, Held, Running, running, served
+from kits.plain_answers import plain_text
 from kits.process_clusters import until
 from openai.types.responses import Response
 
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.errors import RequestFailed
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.chat import Message
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
@@ -45,22 +45,13 @@ def server(model: Path, cluster: Held) -> Iterator[Running]:
         yield it
 
 
-def expected(model: Path, plain: PlainDecoder, messages: list[Message], tokens: int,
-             sampling: Sampling | None = None) -> tuple[str, int]:
-    """Plain decoding's text, and the prompt's tokens."""
-    found = OpenModel(model)
-    tokenizer = Tokenizer(found, "vicuna")
-    ids = tokenizer.chat(messages)
-    new, _ = plain.generate(ids, tokens, sampling or Sampling(), found.stop_ids)
-    return tokenizer.decode(new), len(ids)
-
-
 def ask(server: Running, **how: Any) -> Any:
     return server.client.responses.create(**{"model": NAME, "input": "hello", "max_output_tokens": 12, **how})
 
 
-def test_a_response_is_the_chats_text(server: Running, model: Path, plain: PlainDecoder) -> None:
-    text, prompt = expected(model, plain, MESSAGES, 12, Sampling(1.0, top_p=0.9, seed=5))
+def test_a_response_is_the_chats_text(server: Running, model: Path) -> None:
+    prompt = Tokenizer(OpenModel(model), "vicuna").chat(MESSAGES)
+    text = plain_text(model, prompt, 12, Sampling(1.0, top_p=0.9, seed=5))
     done = ask(server, input=TURNS, instructions="be brief", temperature=1, top_p=0.9, store=True,
                metadata={"a": "b"}, extra_body={"seed": 5})
     Response.model_validate(json.loads(done.to_json()), strict=True)
@@ -68,7 +59,7 @@ def test_a_response_is_the_chats_text(server: Running, model: Path, plain: Plain
     assert (done.object, done.status, done.incomplete_details.reason) == \
            ("response", "incomplete", "max_output_tokens")
     assert (done.usage.input_tokens, done.usage.output_tokens, done.usage.total_tokens) == \
-           (prompt, 12, prompt + 12)
+           (len(prompt), 12, len(prompt) + 12)
     assert (done.instructions, done.temperature, done.top_p, done.metadata) == \
            ("be brief", 1, 0.9, {"a": "b"})
     assert done.store is False

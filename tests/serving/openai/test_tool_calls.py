@@ -185,12 +185,6 @@ def test_calls_and_their_outputs_go_back_as_input(model: Path, template: Path) -
         assert chat == response
 
 
-def test_left_to_the_model_it_may_say_something(server: Running) -> None:
-    said = ask(server, max_tokens=8, tool_choice="auto").choices[0]
-    assert (said.message.tool_calls, said.finish_reason) == (None, "length")
-    assert ask(server, max_tokens=8).choices[0].message.content == said.message.content
-
-
 def test_the_template_gets_the_tools_and_the_calls_so_far(model: Path, template: Path) -> None:
     what = served(model, str(template))
 
@@ -236,29 +230,3 @@ def test_a_schema_that_cannot_be_kept_is_refused_if_it_is_strict(server: Running
     ask(server, tools=[{"type": "function", "function": {**function, "strict": False}}], max_tokens=1)
 
 
-SCHEMA: dict[str, Any] = WEATHER["function"]["parameters"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_json_of_a_schema(server: Running, stream: bool) -> None:
-    wanted = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
-    found = ask(server, tools=openai.omit, parallel_tool_calls=openai.omit, response_format=wanted,
-                stream=stream)
-    if stream:
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in found)
-    else:
-        assert found.choices[0].finish_reason == "stop"
-        text = found.choices[0].message.content
-    answer = json.loads(text)
-    assert answer["city"] in ("Rome", "Oslo")
-    assert 1 <= answer["days"] <= 9
-
-
-def test_any_json_object_and_completions_too(server: Running) -> None:
-    done = server.client.completions.create(model=NAME, prompt="x", max_tokens=12,
-                                            extra_body={"response_format": {"type": "json_object"}})
-    assert done.choices[0].text.startswith("{")
-    with pytest.raises(openai.BadRequestError, match=r"response_format: schema\.type: Invalid type: colour"):
-        server.client.completions.create(model=NAME, prompt="x", extra_body={"response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "x", "schema": {"type": "colour"}, "strict": True}}})

@@ -15,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kits.hypothesis_examples import examples
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flowspec_edge.errors import FlowspecError
 from flowspec_edge.stage.layers.kinds import KeysValues
 from flowspec_edge.stage.layers.kv_cache import KVPass
 from flowspec_edge.stage.layers.stage_cache import StageCache, StageMemory
@@ -251,20 +250,6 @@ def test_only_numbers_that_are_held_have_slots() -> None:
     found = cache.slots(np.array([3, 9], dtype=np.int32))
     assert found is not None
     assert found.tolist() == [1, 3]
-
-
-def test_a_pass_that_is_given_up_leaves_no_trace() -> None:
-    cache, truth = filled(5)
-    cache.parts[0].write(torch.randn(3, 2, KV_HEADS, HEAD_DIM), LAYERS[0])
-    assert len(cache) == 5
-    assert torch.equal(torch.stack(cache.rows()), truth)
-
-
-def test_full() -> None:
-    cache, _ = filled(6, capacity=8)
-    cache.reserve(2)
-    with pytest.raises(FlowspecError, match="KV cache is full: 6 rows held, 3 more to come, capacity 8"):
-        cache.reserve(3)
 
 
 def test_the_rows_behind_a_dropped_one_keep_their_numbers_and_positions() -> None:

@@ -120,11 +120,6 @@ def test_names_of_a_linear(layout: str) -> None:
         assert set(read.names(prefix, old)) == old
 
 
-def test_a_checkpoint_in_16_bits_needs_no_importer() -> None:
-    assert importer({}) is None
-    assert importer({"quantization_config": None}) is None
-
-
 def test_act_order_is_refused_only_where_it_matters() -> None:
     made = Made(16, 256, 128)
     read = reader(quant_method="gptq", desc_act=True)

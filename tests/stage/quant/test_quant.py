@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -272,12 +270,6 @@ class _Largest(TorchDispatchMode):
         return result
 
 
-@contextmanager
-def largest() -> Iterator[_Largest]:
-    with _Largest() as seen:
-        yield seen
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_filling_never_holds_the_whole_matrix(kind: Kind, dtype: torch.dtype) -> None:
@@ -287,7 +279,7 @@ def test_filling_never_holds_the_whole_matrix(kind: Kind, dtype: torch.dtype) ->
     shapes = chosen.stored(rows, columns)
     stored = {name: torch.zeros(shape, dtype=kept) for name, (shape, kept) in shapes.items()}
     linear = chosen.linear(rows, columns, False, dtype)
-    with largest() as seen:
+    with _Largest() as seen:
         linear.fill(stored)
         if kind == "int4":
             linear(torch.ones(1, columns, dtype=dtype))

@@ -1,5 +1,7 @@
-"""Python imports this module as it starts, if its directory is in PYTHONPATH: so pytest and all child
-processes of tests have the strict device."""
+"""Python imports this module as it starts, if its directory is in PYTHONPATH.
+
+So pytest and all child processes of tests have the strict device.
+"""
 
 import sys
 from pathlib import Path

@@ -76,7 +76,7 @@ def release(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
 
 
 def file_digests(state: BoardState) -> dict[str, str]:
-    """The sha256 of the release's files, by path."""
+    """Return the sha256 of the release's files, by path."""
     return {path: hashlib.sha256(text.encode()).hexdigest() for path, text in state.files.items()}
 
 
@@ -199,20 +199,22 @@ def _stop_others(state: BoardState, facts: BoardFacts) -> Action:
 
 
 def _marks(state: BoardState, facts: BoardFacts) -> bool:
-    """Whether ``links`` marks the rollout as unfinished: on a board that has a release to return to."""
+    """Return whether ``links`` marks the rollout as unfinished: on a board that has a release to return to."""
     return facts.current not in ("", paths.release_dir(state.release))
 
 
 def _before(state: BoardState, facts: BoardFacts) -> str:
-    """The target of ``previous`` once ``current`` points at the new release: the draft device's release, not
-    that of an interrupted rollout.  A stage that restarts before the draft device has switched must return to
-    the draft device's."""
+    """Return the target of ``previous`` once ``current`` points at the new release.
+
+    The target is the draft device's release, not that of an interrupted rollout.  A stage that restarts before the
+    draft device has switched must return to the draft device's.
+    """
     is_there = state.before in facts.releases and state.before != state.release
     return paths.release_dir(state.before) if is_there else facts.current
 
 
 def _outdated(state: BoardState, facts: BoardFacts) -> bool:
-    """Whether the unit is not active, or runs with another release or unit file.
+    """Return whether the unit is not active, or runs with another release or unit file.
 
     A unit's working directory is ``current``, so its process shows which release it was started in.
     """

@@ -43,7 +43,7 @@ exit 1"""
 
 
 def lacks(environment: Environment | Image | None, facts: BoardFacts) -> Image | None:
-    """The image that a board is to have, and its Docker lacks."""
+    """Return the image that a board is to have and its Docker lacks; None without one."""
     return environment if isinstance(environment, Image) and environment.tag not in facts.images else None
 
 
@@ -71,6 +71,6 @@ def image(target: Image, facts: BoardFacts) -> Iterator[Action]:
 
 
 def images_removed(tags: Sequence[str]) -> tuple[str, ...]:
-    """Commands that remove images from a board's Docker."""
+    """Return the commands that remove images from a board's Docker."""
     return (quote("docker", "image", "rm", *(f"{paths.IMAGE_NAME}:{tag}" for tag in tags)) + " > /dev/null",
             ) if tags else ()

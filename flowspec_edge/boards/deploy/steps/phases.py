@@ -54,7 +54,7 @@ _PHASES: Mapping[Phase, Callable[[BoardState, BoardFacts], Iterator[Action]]] = 
 
 
 def decide(phase: Phase, state: BoardState, facts: BoardFacts) -> list[Action]:
-    """Pure: the phase's actions on a board with these facts."""
+    """Return the phase's actions on a board with these facts; pure."""
     return list(_PHASES[phase](state, facts))
 
 

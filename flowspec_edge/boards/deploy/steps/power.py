@@ -32,8 +32,10 @@ rm -r $1
 
 
 def power_script(mode: str) -> str:
-    """A script for ``sh -e``, which ``deploy up`` runs, and flowspec-power.service at boot. On an error it
-    prints one line."""
+    """Return the script that sets the power mode: ``deploy up`` runs it, and flowspec-power.service at boot.
+
+    The script is for ``sh -e``.  On an error it prints one line.
+    """
     text = (resource_dir("deploy") / "units" / "power-mode.sh").read_text(encoding="utf-8")
     return f"mode={shlex.quote(mode)}\n{text}"
 
@@ -60,7 +62,7 @@ def power(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
 
 
 def power_at_boot(state: BoardState, facts: BoardFacts, switched: bool) -> Iterator[Action]:
-    """``switched``: another release became current."""
+    """Yield the action that sets the power mode at boot, or no longer; ``switched``: another release became current."""
     unit, there = paths.POWER_UNIT, facts.releases.get(state.release)
     if f"units/{unit}" in (state.files or (there.files if there else {})):
         runs = facts.power_unit_runs and not switched

@@ -66,7 +66,7 @@ def clock(facts: BoardFacts) -> Action:
 
 
 def account(facts: BoardFacts) -> Action:
-    """A user without login, in the GPU's groups that exist here."""
+    """Return the action that makes a user without login, in the GPU's groups that exist on the board."""
     groups = [group for group in GPU_GROUPS if group in facts.groups]
     step = f"user {paths.USER}"
     if facts.user is None:

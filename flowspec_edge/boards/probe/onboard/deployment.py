@@ -41,7 +41,7 @@ _OURS = re.compile(r"flowspec-(draft|verify@\d+)\.service")
 
 
 def facts(environment: str, part: list[Any] | None, others: str, in_image: bool) -> dict[str, Any]:
-    """The fields of ``probe.facts.BoardFacts``.
+    """Return the fields of ``probe.facts.BoardFacts``.
 
     environment  its digest; ""
     part         for ``lacking``
@@ -81,7 +81,7 @@ def children(path: Path) -> list[Path]:
 
 
 def digests(directory: Path) -> dict[str, str]:
-    """The sha256 of all files below a directory except links and ``UNTRIED``, by relative path."""
+    """Return the sha256 of all files below a directory except links and ``UNTRIED``, by relative path."""
     return {str(path.relative_to(directory)): sha256_of(path) for path in directory.rglob("*")
             if path.is_file() and not path.is_symlink() and path != directory / UNTRIED}
 
@@ -91,7 +91,7 @@ def images() -> list[str]:
 
 
 def image_of(path: str) -> str:
-    """The tag of the image that an environment runs; "" if it runs none."""
+    """Return the tag of the image that an environment runs; "" if it runs none."""
     try:
         return str(json.loads(text(path))["image"]).rpartition(":")[2]
     except (ValueError, LookupError, TypeError):
@@ -99,7 +99,7 @@ def image_of(path: str) -> str:
 
 
 def mode(path: str) -> str | None:
-    """Permissions and owner as for install, "755 root"; None without such a path."""
+    """Return the permissions and owner of ``path`` as for install, "755 root"; None without such a path."""
     try:
         state = os.stat(path)
     except FileNotFoundError:
@@ -133,7 +133,7 @@ def publics(path: str) -> list[str]:
 
 
 def services(units: Path) -> list[str]:
-    """Units of flowspec's that run, have failed, or start at boot."""
+    """Return the units of flowspec's that run, have failed, or start at boot."""
     unit_list = output("systemctl", "list-units", "--all", "--plain", "--no-legend", "flowspec-*.service")
     names = [line.split()[0] for line in unit_list.splitlines() if line.split()]
     return [name for name in names + [path.name for path in units.glob("*.wants/flowspec-*")]
@@ -141,7 +141,7 @@ def services(units: Path) -> list[str]:
 
 
 def service(unit: str) -> dict[str, Any]:
-    """``release``: working directory of the process."""
+    """Return the state of a unit; ``release`` is the working directory of its process."""
     properties = assignments(output("systemctl", "show", "--property=ActiveState,MainPID,UnitFileState", unit))
     process = properties.get("MainPID", "0")
     return {"active": properties.get("ActiveState") == "active",

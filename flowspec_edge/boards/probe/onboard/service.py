@@ -18,7 +18,7 @@ _ASK_S = 5
 
 
 def facts(host: str, port: int, rails: list[Any]) -> dict[str, Any]:
-    """Fields of ``probe.facts.BoardStatus``; ``current`` and ``previous`` are release.json or None.
+    """Return the fields of ``probe.facts.BoardStatus``; ``current`` and ``previous`` are release.json or None.
 
     host, port  where the draft service answers
     rails       for ``total_rails``
@@ -35,7 +35,7 @@ def facts(host: str, port: int, rails: list[Any]) -> dict[str, Any]:
 
 
 def read_release(link: str) -> Any:
-    """The release.json behind ``link``, and "tried"; None if it is missing or damaged."""
+    """Read the release.json behind ``link``, and "tried"; None if it is missing or damaged."""
     try:
         with open(os.path.join(link, "release.json"), encoding="utf-8") as file:
             release = json.load(file)
@@ -55,7 +55,7 @@ def show(unit: str) -> dict[str, Any]:
 
 
 def last_words(unit: str) -> str:
-    """The last line that the unit's own program logged."""
+    """Return the last line that the unit's own program logged."""
     entries = output("journalctl", "--unit", unit, "--lines", "20", "--output", "json", "--no-pager")
     for line in reversed(entries.splitlines()):
         try:
@@ -69,7 +69,7 @@ def last_words(unit: str) -> str:
 
 
 def read_key(path: str) -> str:
-    """The clients' API key, which only root can read; "" if that fails."""
+    """Read the clients' API key, which only root can read; "" if that fails."""
     try:
         with open(path, encoding="ascii") as file:
             return file.read().strip()
@@ -80,7 +80,7 @@ def read_key(path: str) -> str:
 
 
 def ask_ready(host: str, port: int, api_key: str, key: str = "") -> Any:
-    """The draft service's answer to /ready, or the reason why there is none; ``api_key`` is a file."""
+    """Return the draft service's answer to /ready, or the reason why there is none; ``api_key`` is a file."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores the board's proxy
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:

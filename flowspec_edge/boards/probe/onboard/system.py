@@ -38,7 +38,7 @@ _UNITS = ["flowspec-draft.service", "flowspec-verify@*.service"]
 
 
 def facts(address: str, paths: list[str], ports: list[int], torch_check: dict[str, Any] | None) -> dict[str, Any]:
-    """``machine_facts``, and those that only a board is asked for.
+    """Return ``machine_facts``, and those that only a board is asked for.
 
     address      the board's, as the control host knows it
     ports        TCP ports that will be listened on
@@ -53,7 +53,7 @@ def facts(address: str, paths: list[str], ports: list[int], torch_check: dict[st
 
 
 def machine_facts(paths: list[str]) -> dict[str, Any]:
-    """``paths``: directories that will be written to."""
+    """Return the facts of any machine; ``paths``: directories that will be written to."""
     timedatectl = output("timedatectl", "show")
     return {"files": files(), "nvpmodel": output("nvpmodel", "-q"), "systemd": systemd(), "gpu": gpu(),
             "timedatectl": timedatectl, "ntp": ntp(timedatectl), "desktop": desktop(),
@@ -81,14 +81,17 @@ def gpu() -> bool:
 
 
 def desktop() -> bool:
-    """Whether a display manager starts at boot.  graphical.target proves nothing: servers have it, too."""
+    """Return whether a display manager starts at boot.
+
+    graphical.target proves nothing: servers have it, too.
+    """
     return (output("systemctl", "get-default").strip() == "graphical.target"
             and output("systemctl", "show", "--property=LoadState", "--value", "display-manager.service"
                        ).strip() == "loaded")
 
 
 def l4t_packages() -> dict[str, bool]:
-    """Installed package of L4T → whether apt holds it."""
+    """Map the installed packages of L4T to whether apt holds them."""
     lines = output("dpkg-query", "-W", "-f", "${Package} ${db:Status-Want} ${db:Status-Status}\n",
                     "nvidia-l4t-*")
     return {words[0]: words[1] == "hold" for words in (line.split() for line in lines.splitlines())
@@ -96,13 +99,13 @@ def l4t_packages() -> dict[str, bool]:
 
 
 def environments(paths: list[str]) -> list[str]:
-    """The digests of the complete environments below ``paths``."""
+    """Return the digests of the complete environments below ``paths``."""
     markers = [file for path in paths for file in glob.glob(f"{path}/venvs/*/.complete")]
     return sorted(os.path.basename(os.path.dirname(file)) for file in markers)
 
 
 def interface_of(address: str) -> str:
-    """The interface that has ``address``, else the one of the ssh connection, else ""."""
+    """Return the interface that has ``address``, else the one of the ssh connection, else ""."""
     interfaces = ipv4_addresses()
     for candidate in (address, *os.environ.get("SSH_CONNECTION", "").split()[2:3]):
         for name, addresses in interfaces.items():
@@ -112,7 +115,11 @@ def interface_of(address: str) -> str:
 
 
 def links() -> dict[str, dict[str, Any]]:
-    """Interfaces with an IPv4 address; ``mbps``: negotiated, None on loopback; ``dynamic``: leased (DHCP)."""
+    """Return the interfaces with an IPv4 address.
+
+    mbps     negotiated, None on loopback
+    dynamic  leased (DHCP)
+    """
     leased = dynamic_interfaces(output("ip", "-4", "-o", "addr", "show"))
     interfaces = {}
     for name in ipv4_addresses():
@@ -125,13 +132,13 @@ def links() -> dict[str, dict[str, Any]]:
 
 
 def dynamic_interfaces(output_text: str) -> set[str]:
-    """The interfaces with a leased address in the output of `ip -4 -o addr show`."""
+    """Return the interfaces with a leased address in the output of `ip -4 -o addr show`."""
     lines = [line.split() for line in output_text.splitlines()]
     return {words[1] for words in lines if len(words) > 3 and "dynamic" in words[4:]}
 
 
 def disk(path: str) -> dict[str, Any]:
-    """Device, free bytes and writability of the file system that ``path`` is or will be on."""
+    """Return the device, free bytes and writability of the file system that ``path`` is or will be on."""
     while not os.path.isdir(path):
         path = os.path.dirname(path)
     state = os.statvfs(path)
@@ -140,7 +147,7 @@ def disk(path: str) -> dict[str, Any]:
 
 
 def memory(pids: set[int]) -> dict[str, int]:
-    """Bytes of memory in total, available, and held by flowspec's processes ``pids``."""
+    """Return the bytes of memory in total, available, and held by flowspec's processes ``pids``."""
     meminfo = sizes(Path("/proc/meminfo"))
     resident = sum(sizes(Path(f"/proc/{pid}/status")).get("RssAnon", 0) for pid in pids)
     return {"total": meminfo.get("MemTotal", 0), "available": meminfo.get("MemAvailable", 0),
@@ -148,7 +155,7 @@ def memory(pids: set[int]) -> dict[str, int]:
 
 
 def gpu_buffers(pids: set[int]) -> int:
-    """Bytes of a Jetson's GPU buffers, which no process's size includes; only root can read them."""
+    """Return the bytes of a Jetson's GPU buffers, which no process's size includes; only root can read them."""
     total = 0
     for line in text("/sys/kernel/debug/nvmap/iovmm/clients").splitlines():
         words = line.split()  # CLIENT PROCESS PID SIZE
@@ -168,7 +175,7 @@ def list_service_pids() -> set[int]:
 
 
 def contained() -> set[int]:
-    """The processes in containers of flowspec's services, which are not in the services' control groups."""
+    """Return the processes in containers of flowspec's services, which are not in the services' control groups."""
     if not os.path.exists(f"{CURRENT}/venv/image.json"):
         return set()
     names = output("docker", "ps", "--filter=name=^flowspec-", "--format={{.Names}}").split()
@@ -177,7 +184,7 @@ def contained() -> set[int]:
 
 
 def holders(ports: list[int]) -> dict[int, tuple[Any, str]]:
-    """Port → (pid, name) of the process that listens on it; (None, "") if only root may see the process."""
+    """Map each port to (pid, name) of the process that listens on it; (None, "") if only root may see the process."""
     listeners: dict[int, tuple[Any, str]] = {}
     for line in output("ss", "-H", "-l", "-t", "-n", "-p").splitlines():
         port = line.split()[3].rpartition(":")[2]
@@ -188,7 +195,7 @@ def holders(ports: list[int]) -> dict[int, tuple[Any, str]]:
 
 
 def foreign_holders(ports: list[int]) -> dict[int, tuple[Any, str]]:
-    """:func:`holders` without flowspec's services.
+    """Return :func:`holders` without flowspec's services.
 
     The services are listed before and after: one that cannot reach its neighbours restarts again and again.
     """
@@ -200,7 +207,7 @@ def foreign_holders(ports: list[int]) -> dict[int, tuple[Any, str]]:
 
 
 def why_not_root() -> str:
-    """Why this user cannot become root without a password; "" if they can."""
+    """Return why this user cannot become root without a password; "" if they can."""
     if os.geteuid() == 0:
         return ""
     completed = run(["sudo", "-n", "true"])
@@ -210,7 +217,7 @@ def why_not_root() -> str:
 
 
 def docker() -> dict[str, Any]:
-    """The board's Docker.
+    """Return the facts of the board's Docker.
 
     version   of its engine; "" if it does not answer
     why       it does not
@@ -233,9 +240,9 @@ def docker() -> dict[str, Any]:
 
 
 def torch(check: dict[str, Any]) -> dict[str, Any]:
-    """The facts of ``torch_check``, for the torch that this Python imports for every user (-I).
+    """Return the facts of ``torch_check``, for the torch that this Python imports for every user (-I).
 
-    Runs in a transient unit with the service's groups and sandboxing, if root and systemd are available.
+    The check runs in a transient unit with the service's groups and sandboxing, if root and systemd are available.
     ``check``: program (``torch_check`` with a call of its main), device, protections (lines of the unit).
     Further facts:
 
@@ -270,7 +277,7 @@ def run_torch_check(command: list[str]) -> dict[str, Any]:
 
 
 def transient_unit(protections: list[str]) -> tuple[list[str], str]:
-    """The prefix that runs a command as the service does, and its user and groups; empty if unavailable."""
+    """Return the prefix that runs a command as the service does, and its user and groups; empty if unavailable."""
     if os.geteuid() != 0 or not systemd()["runs"] or run(["systemd-run", "--version"]) is None:
         return [], ""
     names = {group.gr_name for group in grp.getgrall()}
@@ -284,7 +291,7 @@ def transient_unit(protections: list[str]) -> tuple[list[str], str]:
 
 
 def user_packages() -> dict[str, str]:
-    """The files of numpy and torch in the ssh user's own site-packages, which no service sees."""
+    """Return the files of numpy and torch in the ssh user's own site-packages, which no service sees."""
     code = ("import importlib.util, json, site; own = site.getusersitepackages(); "
             "found = {name: importlib.util.find_spec(name) for name in ('numpy', 'torch')}; "
             "print(json.dumps({name: spec.origin for name, spec in found.items() "

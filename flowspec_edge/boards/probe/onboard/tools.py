@@ -31,7 +31,7 @@ def doing(step: str, seconds: float) -> None:
 
 
 def run(argv: list[str], seconds: float = _TIMEOUT_S) -> Any:
-    """The completed process; None if it does not start or exceeds ``seconds``."""
+    """Run a command and return its completed process; None if it does not start or exceeds ``seconds``."""
     try:
         return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True,
                               errors="replace", timeout=seconds, check=False)
@@ -40,24 +40,24 @@ def run(argv: list[str], seconds: float = _TIMEOUT_S) -> Any:
 
 
 def output(*command: str, seconds: float = _TIMEOUT_S) -> str:
-    """A command's stdout, whatever its exit code; "" if it is missing or hangs."""
+    """Return a command's stdout, whatever its exit code; "" if it is missing or hangs."""
     completed = run(list(command), seconds)
     return "" if completed is None else str(completed.stdout)
 
 
 def assignments(properties_text: str) -> dict[str, str]:
-    """The lines "NAME=value" of what systemctl and timedatectl show."""
+    """Return the lines "NAME=value" of what systemctl and timedatectl show."""
     return dict(line.split("=", 1) for line in properties_text.splitlines() if "=" in line)
 
 
 def ntp(timedatectl: str) -> str:
-    """Whether NTP keeps the clock, by `timedatectl show`: "yes", "no", or "unknown"."""
+    """Return whether NTP keeps the clock, by `timedatectl show`: "yes", "no", or "unknown"."""
     state = assignments(timedatectl).get("NTPSynchronized", "")
     return state if state in ("yes", "no") else "unknown"
 
 
 def text(path: str) -> str:
-    """The beginning of a file; "" if it cannot be read."""
+    """Read the beginning of a file; "" if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read(_MAX_FILE_BYTES).decode("utf-8", "replace")
@@ -66,7 +66,7 @@ def text(path: str) -> str:
 
 
 def link(path: str) -> str:
-    """A symbolic link's target; "" if there is none."""
+    """Return a symbolic link's target; "" if there is none."""
     try:
         return os.readlink(path)
     except OSError:

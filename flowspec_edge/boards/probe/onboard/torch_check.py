@@ -24,7 +24,7 @@ def main(torch_device: str) -> None:
 
 
 def check_torch(torch_device: str) -> dict[str, Any]:
-    """Also checks the GPU, if ``torch_device`` is "cuda" and there is one.
+    """Check torch, and also the GPU, if ``torch_device`` is "cuda" and there is one.
 
     version, file, numpy  torch's version and file, numpy's version; "" if the import fails
     build                 a digest that differs between two builds of the same version
@@ -56,7 +56,7 @@ def check_torch(torch_device: str) -> dict[str, Any]:
 
 
 def round_trip() -> str:
-    """Why torch and numpy cannot exchange arrays; "" if they can.
+    """Return why torch and numpy cannot exchange arrays; "" if they can.
 
     A torch built against another major version of numpy only warns at its import, and fails here.
     """
@@ -71,7 +71,7 @@ def round_trip() -> str:
 
 
 def product(device: str) -> str:
-    """Why an fp16 product on ``device`` differs from the CPU's in float64; "" if it does not."""
+    """Return why an fp16 product on ``device`` differs from the CPU's in float64; "" if it does not."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -99,7 +99,7 @@ def build() -> str:
 
 
 def innermost(error: BaseException) -> str:
-    """The end of the chain of causes in one line, such as "OSError: libcudart.so.12: cannot open …"."""
+    """Return the end of the chain of causes in one line, such as "OSError: libcudart.so.12: cannot open …"."""
     inner = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if inner is not None:
         return innermost(inner)
