@@ -21,7 +21,7 @@ BEGIN = "<!-- from here on made by build_api.py -->\n"
 # Members that drivers call, and no user of the API.
 _FOR_DRIVERS = {
     "Profile": ("stage_seconds", "draft_seconds", "pass_ms", "verify_seconds", "link_seconds", "check_stages"),
-    "Params": ("of", "flat", "largest_segment", "largest_tree"), "Restrictions": ("tokens",),
+    "Params": ("select", "flat", "largest_segment", "largest_tree"), "Restrictions": ("tokens",),
     "Sampling": ("least_log",), "Penalties": ("cost",),
     "SegmentBuilder": ("skip_prune", "pop_returned", "sent_numbers", "runs")}
 # What callers use: its arguments and errors are on the page. What strategies use has the rest in ``help()``.

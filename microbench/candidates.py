@@ -79,21 +79,21 @@ def drafted(name: str, prompts: int, tokens: int) -> tuple[OutputHead, nn.Module
 def recall(name: str, prompts: int, tokens: int) -> Iterator[Row]:
     lm_head, head, states = drafted(name, prompts, tokens)
     order = torch.randperm(len(states), generator=torch.Generator().manual_seed(0))
-    tried, others = states[order[:_STATES]], states[order[_STATES : 3 * _STATES]]
-    best = OutputHead.forward(lm_head, tried).topk(10).indices
-    every = OutputHead.forward(lm_head, torch.eye(lm_head.hidden_size, dtype=lm_head.dtype)).T  # the matrix
-    factors = {"own": sample_states(head, rank_outputs, lm_head), "drafted": others}
+    test_states, training_states = states[order[:_STATES]], states[order[_STATES : 3 * _STATES]]
+    best = OutputHead.forward(lm_head, test_states).topk(10).indices
+    matrix = OutputHead.forward(lm_head, torch.eye(lm_head.hidden_size, dtype=lm_head.dtype)).T  # the matrix
+    factors = {"own": sample_states(head, rank_outputs, lm_head), "drafted": training_states}
     for rank in RANKS:
         bases = {source: principal(sample[:2048], rank).to(states.dtype) for source, sample in factors.items()}
-        bases["svd"] = torch.linalg.eigh(every.T @ every)[1][:, -rank:].T
+        bases["svd"] = torch.linalg.eigh(matrix.T @ matrix)[1][:, -rank:].T
         for source, base in bases.items():
             for bits in ("16bit", "int4") if source == "own" else ("16bit",):
-                up = nn.Linear(rank, len(every), bias=False)
-                up.weight = nn.Parameter((every @ base.T).contiguous(), requires_grad=False)
+                up = nn.Linear(rank, len(matrix), bias=False)
+                up.weight = nn.Parameter((matrix @ base.T).contiguous(), requires_grad=False)
                 module = nn.Sequential(up)
                 if bits == "int4":
                     quantise_linears(module, scheme("int4"), torch.device("cpu"))
-                low = module(tried @ base.T)
+                low = module(test_states @ base.T)
                 for count in COUNTS:
                     hits = (best[:, :, None] == low.topk(count).indices[:, None]).any(-1).float()
                     case = f"{source}, factor in {bits}, rank {rank}, {count} candidates"

@@ -32,9 +32,9 @@ def with_curve(profile: Profile, rows: list[float], ms: list[float]) -> Profile:
 
 def main() -> None:
     args = options(__doc__, prompts=12, tokens=96, profile="paper-7b", stages=4)
-    model, named, prompts = resolve_model(), load_profile(args.profile), demo_prompts(args.prompts)
+    model, profile_of_name, prompts = resolve_model(), load_profile(args.profile), demo_prompts(args.prompts)
     for name, corners in CURVES.items():
-        profile = with_curve(named, *corners) if corners else named
+        profile = with_curve(profile_of_name, *corners) if corners else profile_of_name
         for temperature in (0.0, 1.0):
             speeds = {kind: _speed(VirtualCluster(model.path, args.stages, profile, learn=kind == "learned"),
                                    [Request(ids, "flowspec_plus", args.tokens, Sampling(temperature, seed=1),

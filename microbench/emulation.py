@@ -49,11 +49,11 @@ def main() -> None:
              for clock, rows in rows_by_clock.items()}
     for name in STRATEGIES:
         pairs = zip(rows_by_clock["emulated"][name], rows_by_clock["virtual"][name], strict=True)
-        each = ", ".join(f"{_speed(a) / _speed(b):.3f}" for a, b in pairs)
+        ratios = ", ".join(f"{_speed(a) / _speed(b):.3f}" for a, b in pairs)
         emulated, virtual = speed["emulated"][name], speed["virtual"][name]
         print(f"{name}, {args.stages} stages, {args.profile}, {args.clients} at once: "
               f"EMULATED {emulated:.2f} tokens/s, VIRTUAL TIME {virtual:.2f}, "
-              f"ratio {emulated / virtual:.3f} (each: {each})")
+              f"ratio {emulated / virtual:.3f} (each: {ratios})")
     if args.clients > 1:
         return
     gain = speed["emulated"]["flowspec"] / speed["emulated"]["chunk_pp"]

@@ -80,12 +80,12 @@ def measure(theirs: Any, modules: dict[str, Experts], rows: int, shared: int) ->
 
     The time is the process's, which other processes on the machine change least.
     """
-    ways: dict[str, Any] = {**modules, "transformers' grouped products, bf16": "grouped_mm",
-                            "transformers' loop, bf16": "eager"}
-    times_by_name: dict[str, list[float]] = {name: [] for name in ways}
+    modules_by_name: dict[str, Any] = {**modules, "transformers' grouped products, bf16": "grouped_mm",
+                                       "transformers' loop, bf16": "eager"}
+    times_by_name: dict[str, list[float]] = {name: [] for name in modules_by_name}
     counts = []
     for _ in range(_TIMES):
-        for name, module in ways.items():
+        for name, module in modules_by_name.items():
             if isinstance(module, str):
                 theirs.config._experts_implementation = module
             x = torch.randn(rows, WIDTH, dtype=torch.bfloat16)

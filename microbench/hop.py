@@ -45,14 +45,14 @@ def measure(rows: int, width: int, hops: int) -> list[Row]:
             bare_out.connect(bare_address)
             link_out = transport.push(link_address, "hop out")
             curve_out = encrypted.push(curve_address, "encrypted hop out", [receiver.public])
-            ways: list[Callable[[], object]] = [
+            works: list[Callable[[], object]] = [
                 lambda: bare_out.send(blob), lambda: bare_out.send_multipart(frames),
                 lambda: link_out.send(message, _TIMEOUT_S), lambda: curve_out.send(message, _TIMEOUT_S),
             ]
             starts: list[list[float]] = []
             for _ in range(hops):
                 starts.append([])
-                for send in ways:
+                for send in works:
                     spin(_BUSY_S)
                     starts[-1].append(time.perf_counter())
                     send()
@@ -76,14 +76,14 @@ def _receiver(pipe: Connection, hops: int, pair: keys.KeyPair, sender: bytes) ->
         curve_in = encrypted.pull(_LOOPBACK, "encrypted hop in", [sender])
         bare_in.bind(_LOOPBACK)
         pipe.send((link_in.endpoint, curve_in.endpoint, bare_in.last_endpoint))
-        ways: list[Callable[[], object]] = [
+        works: list[Callable[[], object]] = [
             bare_in.recv, bare_in.recv_multipart, lambda: link_in.receive(_TIMEOUT_S),
             lambda: curve_in.receive(_TIMEOUT_S),
         ]
         ends: list[list[float]] = []
         for _ in range(hops):
             ends.append([])
-            for receive in ways:
+            for receive in works:
                 if receive() is None:
                     raise FlowspecError("the other process does not send")
                 ends[-1].append(time.perf_counter())

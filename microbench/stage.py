@@ -99,8 +99,8 @@ def _transformers(model: LlamaForCausalLM, tokens: np.ndarray
     cache = DynamicCache(config=model.config)
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     positions = torch.from_numpy(CACHED + depths)[None]
-    sees = torch.tensor([[path >> j & 1 for j in range(ROWS)] for path in paths], dtype=torch.bool)
-    visible = torch.cat([torch.ones(ROWS, CACHED, dtype=torch.bool), sees], dim=1)
+    sees_row = torch.tensor([[path >> j & 1 for j in range(ROWS)] for path in paths], dtype=torch.bool)
+    visible = torch.cat([torch.ones(ROWS, CACHED, dtype=torch.bool), sees_row], dim=1)
     mask = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))[None, None]
     with torch.inference_mode():
         model.model(ids[:, :CACHED], past_key_values=cache, use_cache=True)

@@ -122,19 +122,19 @@ def main() -> None:
         try:
             with board(directory) as inventory:
                 model = write_model(directory / "model", size)
-                alone, whole, again = [], [], []
+                alone, whole_times, again = [], [], []
                 for run in range(options.runs):
                     alone.append(ssh_alone(inventory, size))
                     models = directory / f"models{run}"
-                    whole.append(push_part(inventory, model, models))
+                    whole_times.append(push_part(inventory, model, models))
                     again.append(push_part(inventory, model, models))
                     shutil.rmtree(models)
         except FlowspecError as error:
             print(f"left out: {error}")
             return
     print(f"ssh alone            {size / 1e6 / median(alone):8.1f} MB/s")
-    print(f"a part, whole        {size / 1e6 / median(whole):8.1f} MB/s")
-    ratio = median(mine / theirs for mine, theirs in zip(alone, whole, strict=True))
+    print(f"a part, whole        {size / 1e6 / median(whole_times):8.1f} MB/s")
+    ratio = median(mine / theirs for mine, theirs in zip(alone, whole_times, strict=True))
     print(f"of what ssh gives    {ratio:8.2f}")
     print(f"once all is there    {median(again):8.2f} s")
 

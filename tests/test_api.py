@@ -378,7 +378,7 @@ def test_the_example_of_a_strategy_is_understood(name: str, capsys: pytest.Captu
     assert (flag, chosen) == ("--strategy", name)
     declared = strategy_class(name).parameters
     given = set_parameters(Params(), setting[1:], parameters_of(strategy_class(name)), name)
-    assert given.of(declared) == Params().of(declared)
+    assert given.select(declared) == Params().select(declared)
 
 
 def test_arguments_that_are_nearly_right(cluster: Cluster) -> None:

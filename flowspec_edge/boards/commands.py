@@ -165,9 +165,9 @@ class Runner(ABC):
 def _feed(stdin: IO[bytes], payload: Any) -> None:
     """Write ``payload`` to a command, which may end without reading all of it, and close its stdin."""
     with suppress(OSError), stdin, memoryview(payload) as view:
-        written = 0
-        while written < len(view):
-            written += os.write(stdin.fileno(), view[written : written + _PIECE])
+        sent_bytes = 0
+        while sent_bytes < len(view):
+            sent_bytes += os.write(stdin.fileno(), view[sent_bytes : sent_bytes + _PIECE])
 
 
 class LocalRunner(Runner):
@@ -312,12 +312,12 @@ def _configured(inventory: Inventory, device: DeviceEntry) -> dict[str, str]:
     which the connection then explains.
     """
     try:
-        done = subprocess.run(["ssh", "-G", *_file_options(inventory, device), "--", device.address],
-                              stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-                              timeout=_CONNECT_S, check=False)
+        completed = subprocess.run(["ssh", "-G", *_file_options(inventory, device), "--", device.address],
+                                   stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+                                   timeout=_CONNECT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    pairs = (line.partition(" ") for line in done.stdout.splitlines())
+    pairs = (line.partition(" ") for line in completed.stdout.splitlines())
     return {key: value for key, _, value in pairs}
 
 

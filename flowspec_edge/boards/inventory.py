@@ -265,13 +265,13 @@ def with_settings(path: Path, settings: Mapping[str, str], boards: Sequence[str]
         if name not in numbers:
             raise UsageError(f"no board {name!r} in {path}; there are {', '.join(numbers)}")
     for key, value in settings.items():
-        whole = not boards and key in ClusterSettings.model_fields
-        fields = (ClusterSettings if whole else DeviceEntry).model_fields
+        is_setting = not boards and key in ClusterSettings.model_fields
+        fields = (ClusterSettings if is_setting else DeviceEntry).model_fields
         if key not in fields:
-            raise UsageError(_no_key(key, whole=key in ClusterSettings.model_fields))
+            raise UsageError(_no_key(key, is_setting=key in ClusterSettings.model_fields))
         as_text = _is_text(fields[key].annotation) or "\n" in value or not is_toml(f"{key} = {value}")
         written = None if not value else json.dumps(value, ensure_ascii=False) if as_text else value
-        tables: list[KeyPath] = [("cluster",)] if whole else [
+        tables: list[KeyPath] = [("cluster",)] if is_setting else [
             ("device", numbers[name]) for name in boards or numbers]
         for table in tables:
             try:
@@ -288,9 +288,9 @@ def with_settings(path: Path, settings: Mapping[str, str], boards: Sequence[str]
     return text
 
 
-def _no_key(key: str, whole: bool) -> str:
-    """Return the error for a missing key; ``whole``: it is a key of [cluster], and a board's was looked for."""
-    if whole:
+def _no_key(key: str, is_setting: bool) -> str:
+    """Return the error for a missing key; ``is_setting``: it is a key of [cluster], and a board's was looked for."""
+    if is_setting:
         return f"{key} is of the whole cluster, not of a board: leave --board out"
     near = get_close_matches(key, [*ClusterSettings.model_fields, *DeviceEntry.model_fields], n=1)
     advice = f"did you mean {near[0]!r}?" if near else "deploy/cluster.example.toml has all keys"

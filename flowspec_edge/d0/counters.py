@@ -26,8 +26,8 @@ def increase(before: HeartbeatCounters, after: HeartbeatCounters, keys: Iterable
     A stage resets its counters with each session that no other overlaps; ``since`` names that session. If it
     changed, all counts are new, even if they exceed the previous ones.
     """
-    same = before.get("since") == after.get("since")
-    return {key: after.get(key, 0.0) - (before.get(key, 0.0) if same else 0.0) for key in keys}
+    is_same_start = before.get("since") == after.get("since")
+    return {key: after.get(key, 0.0) - (before.get(key, 0.0) if is_same_start else 0.0) for key in keys}
 
 
 class LiveLines:

@@ -24,8 +24,8 @@ def cluster_energy(processes: Iterable[HeartbeatCounters]) -> tuple[float | None
         boards.setdefault(energy["board"], energy)
     above = [energy.get("session_above_idle_j") for energy in boards.values()]
     measured = [joules for joules in above if joules is not None]
-    whole = sum(energy["session_j"] for energy in boards.values())
-    return whole, sum(measured) if len(measured) == len(above) else None
+    joules = sum(energy["session_j"] for energy in boards.values())
+    return joules, sum(measured) if len(measured) == len(above) else None
 
 
 def once_per_board(devices: dict[Device, HeartbeatCounters]) -> dict[Device, HeartbeatCounters]:

@@ -180,12 +180,12 @@ class FairQueue(Generic[T]):
             paths = next(((prefix, other_prefix) for prefix, other_prefix in pairs if prefix != other_prefix), None)
             if paths is None:
                 continue
-            places = self._place_counts[paths[0]] - (stuck is not None)
-            more = self._place_counts[paths[1]] - places
-            if more >= 2:
-                rank = more, age
-            elif more == 1 and places == 0 and turn_over(item):
-                rank = more, -age
+            held_places = self._place_counts[paths[0]] - (stuck is not None)
+            difference = self._place_counts[paths[1]] - held_places
+            if difference >= 2:
+                rank = difference, age
+            elif difference == 1 and held_places == 0 and turn_over(item):
+                rank = difference, -age
             else:
                 continue
             if best is None or rank > best:

@@ -67,9 +67,9 @@ class LmHead:
         values = np.random.default_rng(0).normal(size=(_WARM_ROWS, self.hidden_size))
         states = torch.from_numpy(values).to(self.head.device, self.head.dtype)
         logits, positions = self.logits(states), np.arange(_WARM_ROWS)
-        every = np.full((_WARM_ROWS, -(-self.vocabulary // 8)), 0xFF, np.uint8)
+        full_mask = np.full((_WARM_ROWS, -(-self.vocabulary // 8)), 0xFF, np.uint8)
         for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.9), Sampling(1.0, top_k=50)):
-            for allowed in (None, every):
+            for allowed in (None, full_mask):
                 self.choose(logits, positions, sampling, allowed)
             rank_children(logits, positions, _WARM_CHILDREN, sampling, "noise")
         self.likelihoods(states, [0] * _WARM_ROWS, 1)

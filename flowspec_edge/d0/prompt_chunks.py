@@ -36,8 +36,8 @@ class PromptCurve:
         longest = min(max(self.most, STEP), -(-tokens // STEP) * STEP)
 
         def first_token(rows: int) -> float:
-            whole, remainder = divmod(tokens, rows)
-            parts = whole * self.seconds(min(rows, tokens), cached + max(0, tokens - remainder - rows) // 2)
+            full_chunks, remainder = divmod(tokens, rows)
+            parts = full_chunks * self.seconds(min(rows, tokens), cached + max(0, tokens - remainder - rows) // 2)
             parts += self.seconds(remainder, cached + tokens - remainder) if remainder else 0.0
             return parts + (stages - 1) * self.seconds(min(rows, tokens), cached + max(0, tokens - rows))
 

@@ -101,8 +101,8 @@ class Result:
 
 def different_tokens(tokens: Sequence[int], expected: Sequence[int]) -> int:
     """Places at which the tokens are not the same; those after the end of the shorter text count, too."""
-    same = sum(a == b for a, b in zip(tokens, expected, strict=False))
-    return max(len(tokens), len(expected)) - same
+    equal_tokens = sum(a == b for a, b in zip(tokens, expected, strict=False))
+    return max(len(tokens), len(expected)) - equal_tokens
 
 
 class RequestHandle(Future[Result]):

@@ -88,8 +88,8 @@ class SlotPredictor:
         if len(self._queue) != 1:
             return False
         rows, began_at = self._queue[0]
-        there, here = self.seconds(_size(rows)), self.seconds(kind)
-        return there is not None and here is not None and began_at + there < now + here
+        v1_seconds, own_seconds = self.seconds(_size(rows)), self.seconds(kind)
+        return v1_seconds is not None and own_seconds is not None and began_at + v1_seconds < now + own_seconds
 
 
 def _size(rows: int) -> tuple[str, int]:
@@ -178,9 +178,9 @@ class Scheduler:
         self._at_v1.add((first.session, first.epoch, first.run))
         if self._clock:
             self._predictor.record_segment(sum(len(segment.numbers) for segment in segments), self._clock())
-        whole = batch_of(segments)
-        assert not isinstance(whole, Output)
-        return [whole]
+        batch = batch_of(segments)
+        assert not isinstance(batch, Output)
+        return [batch]
 
     def _alone(self, draft_session: DraftSession, rows: int | None = None) -> list[Segment]:
         segment = self._ask(draft_session, partial(draft_session.next_segment, rows))

@@ -68,8 +68,8 @@ class DraftSession:
         if request.max_new_tokens < 1:
             raise UsageError(f"max-new-tokens must be at least 1, not {request.max_new_tokens}")
         self.request = request
-        self._needed = frozenset(drafter.taps if drafter else ())  # layers whose states the drafter needs
-        self.builder = SegmentBuilder(session, 0, tuple(sorted(self._needed)), cached_rows)
+        self._needed_layers = frozenset(drafter.taps if drafter else ())  # layers whose states the drafter needs
+        self.builder = SegmentBuilder(session, 0, tuple(sorted(self._needed_layers)), cached_rows)
         self.strategy = make(self.builder)
         self._contract = StrategyContract(self.strategy, self.builder, head.vocabulary,
                                           partial(session_rows, request))
@@ -92,7 +92,7 @@ class DraftSession:
             prompts.chunk(len(self._prompt), self.strategy.pipeline.stages, cached_rows) if prompts else USUAL)
         self._prompt_chunk: int = predecessor._prompt_chunk if predecessor else self._chunk
         self._pending_prompt_rows = len(self._prompt)  # rows of it that have not come back
-        self._read = list(self._text)  # all accepted tokens, also those after the end of the answer
+        self._accepted = list(self._text)  # all accepted tokens, also those after the end of the answer
         self._chain = list(range(cached_rows))  # numbers of its rows that have come back
         self._outputs: deque[Output] = deque()
         self._newest_run = -1  # of the outputs
@@ -188,7 +188,7 @@ class DraftSession:
                 self._taps.append(message)
                 self._contract.tapped(message.run, message.layer)
                 self.strategy.on_tap(message.run, message.layer)
-                if message.layer in self._needed:
+                if message.layer in self._needed_layers:
                     self._tapped.setdefault(message.run, set()).add(message.layer)
         return True
 
@@ -225,7 +225,7 @@ class DraftSession:
             self._contract.no_drafter()
             return None
         request = self.strategy.next_draft()
-        self._contract.draft(request, len(self._read))
+        self._contract.draft(request, len(self._accepted))
         if request is None:
             return None
         self._pass_on_taps(self.drafter)  # now: those that arrive during a pass are for the next one
@@ -236,7 +236,7 @@ class DraftSession:
 
         Every stage has tapped a row that comes out; an output without rows predicts nothing.
         """
-        return not len(output.numbers) or self._needed <= self._tapped.get(output.run, set())
+        return not len(output.numbers) or self._needed_layers <= self._tapped.get(output.run, set())
 
     def _pass_on_taps(self, drafter: Drafter) -> None:
         for tap in self._taps:
@@ -266,7 +266,7 @@ class DraftSession:
                                 f"on: activations overflow {output.hidden.dtype}, or the weights are "
                                 "damaged; choose a --dtype with a wider range (bf16, fp32), or check the "
                                 "files with: flowspec models verify")
-        if self.drafter and self._needed:
+        if self.drafter and self._needed_layers:
             self._pass_on_taps(self.drafter)  # before the commits that use them
             self._tapped = {run: layers for run, layers in self._tapped.items() if run > output.run}
         states = self.head.states(output.hidden)
@@ -304,7 +304,7 @@ class DraftSession:
         self._commit([Commit(token, number)])
 
     def _verify(self, output: Output, positions: NDArray[np.int32], states: States, logits: Logits) -> None:
-        logits, allowed = (self._rules.returned(output, len(self._read), logits) if self._rules
+        logits, allowed = (self._rules.returned(output, len(self._accepted), logits) if self._rules
                            else (logits, None))
         successors = self.head.choose(logits, positions, self.request.sampling, allowed)
         numbers, tokens = output.numbers.tolist(), successors.tolist()
@@ -313,7 +313,7 @@ class DraftSession:
         self._contract.verified(numbers, tokens)
         self._rounds = self.strategy.counters.rounds
         commits = self.strategy.on_verified(output.run, numbers, tokens)
-        self._contract.commits(output.run, commits, self._read)
+        self._contract.commits(output.run, commits, self._accepted)
         self._commit(commits)
 
     def drafted(self, request: DraftRequest, output: DraftOutput) -> None:
@@ -329,7 +329,7 @@ class DraftSession:
         if self.drafter:
             self.drafter.commit([c.token for c in commits], features, [c.source for c in commits])
         likelihoods = self._likelihoods(commits, features)
-        self._read += [c.token for c in commits]
+        self._accepted += [c.token for c in commits]
         self._chain += [c.source for c in commits if c.source > self._chain[-1]]  # has the prompt's last
         newest = commits[-1].source  # older rows predict nothing any more
         self._hidden = {n: v for n, v in self._hidden.items() if n >= newest}
@@ -347,7 +347,7 @@ class DraftSession:
 
     def retainable_rows(self) -> tuple[list[int], list[int]]:
         """Return numbers and tokens of the text's rows that have come back: every stage has these."""
-        return self._chain, self._read[: len(self._chain)]
+        return self._chain, self._accepted[: len(self._chain)]
 
     @property
     def snapshot(self) -> int:
@@ -357,7 +357,7 @@ class DraftSession:
     @property
     def text_rows(self) -> int:
         """Rows of the text that a stage has at most."""
-        return len(self._read)
+        return len(self._accepted)
 
     @property
     def finish_reason(self) -> FinishReason | None:

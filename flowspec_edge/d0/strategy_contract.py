@@ -54,7 +54,7 @@ class StrategyContract:
         self._drafting = False  # a pass is under way
         self._in_flight: set[int] = set()  # runs that were sent and have not come back
         self._newest_run = builder.runs - 1  # the newest run that was sent
-        self._due: dict[int, set[int]] = {}  # run -> layers whose taps are still to come
+        self._due_layers: dict[int, set[int]] = {}  # run -> layers whose taps are still to come
         self._rows: dict[int, tuple[int, int]] = {}  # number -> token, position of a row that was sent
         self._successors: dict[int, int] = {}  # number -> the target's token after a row that came back
         self._expanded: set[int] = set()  # ids of nodes that passes have expanded
@@ -219,7 +219,7 @@ class StrategyContract:
         self._newest_run = segment.run
         self._in_flight.add(segment.run)
         if segment.taps:
-            self._due[segment.run] = set(segment.taps)
+            self._due_layers[segment.run] = set(segment.taps)
 
     def returned(self, run: int, rows: int) -> None:
         """Note that the output of ``run`` is taken in.
@@ -229,14 +229,14 @@ class StrategyContract:
         self._event()
         self._in_flight.discard(run)
         if not rows:
-            self._due.pop(run, None)
+            self._due_layers.pop(run, None)
 
     def tapped(self, run: int, layer: int) -> None:
         self._event()
-        if run in self._due:
-            self._due[run].discard(layer)
-            if not self._due[run]:
-                del self._due[run]
+        if run in self._due_layers:
+            self._due_layers[run].discard(layer)
+            if not self._due_layers[run]:
+                del self._due_layers[run]
 
     def verified(self, numbers: Sequence[int], successors: Sequence[int]) -> None:
         self._successors.update(zip(numbers, successors, strict=True))
@@ -258,7 +258,7 @@ class StrategyContract:
         self._has_no_segment = self._has_no_draft = False
 
     def _check_idle(self) -> None:
-        waits = self._in_flight or self._drafting or self._due
+        waits = self._in_flight or self._drafting or self._due_layers
         if waits or not (self._has_no_segment and self._has_no_draft):
             return
         self._has_no_segment = self._has_no_draft = False

@@ -42,9 +42,9 @@ class CalibratedDrafter(Drafter):
         seed   which positions
         """
         self._base, self._text = base, list(text)
-        drawn = np.random.default_rng(seed).random(len(self._text) + 1)
-        self._is_kept: NDArray[np.bool_] = drawn < share
-        self._first: NDArray[np.bool_] = drawn < share - 1
+        draws = np.random.default_rng(seed).random(len(self._text) + 1)
+        self._is_kept: NDArray[np.bool_] = draws < share
+        self._first: NDArray[np.bool_] = draws < share - 1
         self._better = min(max(share - 1, 0.0), 1 - _LEAST)
         self._begin()
 

@@ -91,12 +91,12 @@ def sample_states(head: Any, rank_states: Callable[[Tensor, nn.Module], Tensor],
     tokens = torch.randint(lm_head.vocabulary, (_SEQUENCES,), generator=torch.Generator().manual_seed(0)).to(device)
     for step in range(_STEPS):
         positions = torch.full((_SEQUENCES,), step, device=device)
-        places = np.arange(_SEQUENCES) + _SEQUENCES * step
+        rows = np.arange(_SEQUENCES) + _SEQUENCES * step
         visible = np.tile(np.eye(_SEQUENCES, dtype=bool), step + 1)
         token_ids = tokens.to(tokens_device(head.embed_tokens, device))
         states = head(states, token_ids, positions, shape.mask(visible), cache)
         cache.append(_SEQUENCES)
-        noise = gumbel_from(device_words(0, places, lm_head.vocabulary, device), torch.float32)
+        noise = gumbel_from(device_words(0, rows, lm_head.vocabulary, device), torch.float32)
         tokens = (rank_states(states, watched) + noise).argmax(-1)
     return torch.cat(watched.states[_UNLIKE:])
 

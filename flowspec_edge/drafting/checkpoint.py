@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
-from flowspec_edge.model.catalogue import find_known
+from flowspec_edge.model.catalogue import find_known_model
 from flowspec_edge.model.config import check_config
 from flowspec_edge.model.decoder_config import DecoderConfig, decoder_config
 from flowspec_edge.model.draft_kinds import kind_of_format, recognise_format
@@ -72,7 +72,7 @@ def _instead(raw: dict[str, Any]) -> str:
     verifier = inner.get("verifier") if isinstance(inner, dict) else None
     target = verifier.get("name_or_path") if isinstance(verifier, dict) else None
     target = target or raw.get("target_model_name_or_path")
-    match = find_known(target) if isinstance(target, str) else None
+    match = find_known_model(target) if isinstance(target, str) else None
     if match is None:
         return "what there is for a model: flowspec models head MODEL"
     heads = ", ".join(head.repository for head in match[1].runnable) or "none"

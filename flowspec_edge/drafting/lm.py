@@ -117,7 +117,7 @@ def load_lm(path: Path, target: Path, vocabulary: int, dtype: torch.dtype, devic
     own_vocabulary = draft_model.decoder.vocab_size
     if own_vocabulary != vocabulary:
         require_padding(path, target, own_vocabulary, vocabulary)
-    name = next(name for name, named in DTYPES.items() if named == dtype)
+    name = next(name for name, torch_dtype in DTYPES.items() if torch_dtype == dtype)
     stage = load_shard(draft_model, 0, 1, name, device)
     if not all(isinstance(kind, KeysValues) for kind in stage.kinds):
         raise FlowspecError(f"{path}: models of type {stage.config.model_type!r} cannot draft trees: their recurrent "

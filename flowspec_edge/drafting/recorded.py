@@ -139,7 +139,7 @@ class PassGraphs:
             load(self._embedded[:n], self.model.embed(torch.tensor(inputs.tokens)))
 
     def _compute(self, width: int) -> None:
-        tokens, positions, places, _, sources = self._numbers
+        tokens, positions, memory_rows, _, sources = self._numbers
         visible = self._visible[: self._rows * width].view(1, 1, self._rows, width)
         visible = visible.expand(-1, self._memory.shape.kind.groups, -1, -1)
         bias = torch.where(visible, self._visible_bias, self._hidden_bias)
@@ -147,7 +147,7 @@ class PassGraphs:
         states = self._states.index_select(0, sources) if self.model.states else None
         if self.model.embed is not None:
             tokens = self._embedded.index_select(0, sources)
-        cache = KVPass(self._memory.cache, places, width)
+        cache = KVPass(self._memory.cache, memory_rows, width)
         self.outputs[:] = self.model.run(states, tokens, positions, mask, cache)
 
     def _select_logits(self) -> Tensor:

@@ -235,9 +235,9 @@ class TreeCache:
         """Return what the pass' rows see; ``paths``: of its tree rows."""
         text, window = self._text, self.shape.kind.window
         last = max(text.max(initial=-1), max(self._slot.values(), default=-1))
-        whole = np.zeros(self.memory.width(int(last) + 1), bool)
-        whole[text] = True
-        visible = np.tile(whole, (new_text + len(paths), 1))
+        mask = np.zeros(self.memory.width(int(last) + 1), bool)
+        mask[text] = True
+        visible = np.tile(mask, (new_text + len(paths), 1))
         for row, stop in enumerate(range(len(text) - new_text + 1, len(text))):  # the last one sees all of the text
             visible[row, text[stop:]] = False
         for row, path in enumerate(paths, new_text):

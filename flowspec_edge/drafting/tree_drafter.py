@@ -94,9 +94,9 @@ class TreeDrafter(Drafter, ABC):
         model, device = self.pass_model, self.shape.device
         counts = [len(rows) for _, rows, _ in parts]
         tokens = [token for *_, inputs in parts for token in inputs.tokens]
-        places = [position for *_, inputs in parts for position in inputs.positions]
-        model.reach(max(places))
-        positions = indices(places, device)
+        position_list = [position for *_, inputs in parts for position in inputs.positions]
+        model.reach(max(position_list))
+        positions = indices(position_list, device)
         state_parts = [states for *_, inputs in parts for states in inputs.states]
         states = (state_parts[0] if len(state_parts) == 1 else torch.cat(state_parts)) if state_parts else None
         embedded = indices(tokens, device) if model.embed is None else model.embed(torch.tensor(tokens))
@@ -108,9 +108,9 @@ class TreeDrafter(Drafter, ABC):
         """Return the pass's mask and cache: of one memory, or session by session."""
         shape, memory = self.shape, self._cache.memory
         if memory.shared or len(parts) == 1:
-            whole = joined([inputs for *_, inputs in parts])
-            return (shape.mask(whole.visible),
-                    KVPass(memory.cache, indices(whole.rows, shape.device), whole.visible.shape[1]))
+            joined_inputs = joined([inputs for *_, inputs in parts])
+            return (shape.mask(joined_inputs.visible),
+                    KVPass(memory.cache, indices(joined_inputs.rows, shape.device), joined_inputs.visible.shape[1]))
         return (BatchMask([drafter._cache.mask(rows.placed) for drafter, rows, _ in parts], counts),
                 BatchCache([drafter._cache.for_pass(rows.placed) for drafter, rows, _ in parts], counts))
 

@@ -93,9 +93,9 @@ def transformers_model(model: OpenModel, dtype: str, device: torch.device | str 
     if not model.read_by_transformers:
         return load_reference_model(model, dtype, device)
     with no_loading_bars():
-        read = AutoModelForCausalLM.from_pretrained(model.target, dtype=parse_dtype(dtype), trust_remote_code=False,
-                                                    **_attention(parse_dtype(dtype), in_8_bits=False))
-    return _padded(read.eval().to(device))
+        decoder = AutoModelForCausalLM.from_pretrained(model.target, dtype=parse_dtype(dtype), trust_remote_code=False,
+                                                       **_attention(parse_dtype(dtype), in_8_bits=False))
+    return _padded(decoder.eval().to(device))
 
 
 def load_reference_model(directory: OpenModel | Path | str, dtype: str, device: torch.device | str = "cpu") -> Any:
@@ -108,7 +108,7 @@ def load_reference_model(directory: OpenModel | Path | str, dtype: str, device: 
         model = AutoModelForCausalLM.from_config(config, **_attention(torch_dtype, in_8_bits))
         separate_experts(model.model)
     core = model.model
-    whole = tensor_names.whole_model(core)  # before loading, which joins matrices
+    module = tensor_names.whole_model(core)  # before loading, which joins matrices
     runs = [(0, len(core.layers))]
     if manifest:
         runs = list(manifest.ranges)
@@ -120,8 +120,8 @@ def load_reference_model(directory: OpenModel | Path | str, dtype: str, device: 
             parts["model.norm"] = core.norm
         with open_model.part(stage_part(index)) as part:
             checkpoint = part.checkpoint
-            read = load_modules(parts, checkpoint, torch_dtype, torch_device, schemes_of(open_model))
-        tensor_names.check_no_unexpected(checkpoint.directory, checkpoint.names, read if manifest else whole)
+            loaded_names = load_modules(parts, checkpoint, torch_dtype, torch_device, schemes_of(open_model))
+        tensor_names.check_no_unexpected(checkpoint.directory, checkpoint.names, loaded_names if manifest else module)
     core.rotary_emb = type(core.rotary_emb)(config=config).to(torch_device)
     if hasattr(core.embed_tokens, "embed_scale"):  # computed, too
         core.embed_tokens.embed_scale = torch.tensor(core.embed_tokens.scalar_embed_scale, device=torch_device)

@@ -150,12 +150,12 @@ def _drafting(d0: Profile, problem: SplitProblem, requests: Sequence[Request]) -
 def _run(devices: Devices, strategies: Sequence[str], source: Path | Recording, requests: Sequence[Request],
          advance: Advance, right_children: float = 1.0, kinds: Sequence[str] = (), workers: Workers | None = None
          ) -> list[Prediction]:
-    every = [replace(request, strategy=name) for name in strategies for request in requests]
+    all_requests = [replace(request, strategy=name) for name in strategies for request in requests]
     if workers and isinstance(source, Recording):
-        simulated = workers.stats(devices, source, right_children, every)
+        simulated = workers.stats(devices, source, right_children, all_requests)
     else:
         cluster = VirtualCluster(source, len(devices.stages), devices, right_children=right_children)
-        simulated = (cluster.generate(request).stats for request in every)
+        simulated = (cluster.generate(request).stats for request in all_requests)
     predictions = []
     for name in strategies:
         stats = []

@@ -114,7 +114,7 @@ def known_models() -> dict[str, KnownModel]:
     return load_toml(resource_dir("models") / "catalogue.toml", Catalogue).root
 
 
-def find_known(name: str) -> tuple[str, KnownModel] | None:
+def find_known_model(name: str) -> tuple[str, KnownModel] | None:
     """Return a model's entry by its name here or on the hub, in any case; (name here, entry) or None."""
     lowered = name.lower()
     return next(((entry_name, model) for entry_name, model in known_models().items()

@@ -291,10 +291,10 @@ _NAME_PATTERNS = {"llama-2": re.compile(r"llama[-_ ]?2.*chat"), "vicuna": re.com
 
 def recognise(model: OpenModel) -> str | None:
     """Return the built-in format for the model's name; None if none matches."""
-    from flowspec_edge.model.catalogue import find_known  # pydantic takes a while
+    from flowspec_edge.model.catalogue import find_known_model  # pydantic takes a while
 
     for name in _names(model):
-        if (entry := find_known(name)) and entry[1].chat_template:
+        if (entry := find_known_model(name)) and entry[1].chat_template:
             return entry[1].chat_template
         for kind, pattern in _NAME_PATTERNS.items():
             if pattern.search(name.lower()):

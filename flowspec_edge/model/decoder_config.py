@@ -179,8 +179,9 @@ def _experts(fields: Mapping[str, Any], family: Family, layers: int, origin: Pat
     per_token = int(fields["num_experts_per_tok"])
     if count and per_token > count:
         raise UsageError(f"{origin}: a row cannot choose {per_token} experts of {count}")
-    every, dense = int(fields.get("decoder_sparse_step") or 1), fields.get("mlp_only_layers") or ()
-    return {"sparse": tuple(count > 0 and layer not in dense and (layer + 1) % every == 0 for layer in range(layers)),
+    sparse_step, dense = int(fields.get("decoder_sparse_step") or 1), fields.get("mlp_only_layers") or ()
+    return {"sparse": tuple(count > 0 and layer not in dense and (layer + 1) % sparse_step == 0
+                            for layer in range(layers)),
             "num_experts": count, "num_experts_per_tok": per_token,
             "expert_width": int(fields.get("moe_intermediate_size") or fields.get("intermediate_size") or 0),
             "normed_weights": bool(fields.get("norm_topk_prob", True)),

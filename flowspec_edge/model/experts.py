@@ -97,15 +97,15 @@ class Experts(nn.ModuleList):
         self.expert_ids = on_host(expert_ids)
         flat = self.expert_ids.numpy().ravel()
         order = flat.argsort(kind="stable")
-        used, counts = np.unique(flat, return_counts=True)
-        experts: list[Any] = [self._modules[str(i)] for i in used]
-        each = counts.tolist()
-        places = indices(np.stack([order // k, order.argsort()]), x.device)
-        inputs = x[places[0]].split(each)
+        used_ids, counts = np.unique(flat, return_counts=True)
+        experts: list[Any] = [self._modules[str(i)] for i in used_ids]
+        row_counts = counts.tolist()
+        orders = indices(np.stack([order // k, order.argsort()]), x.device)
+        inputs = x[orders[0]].split(row_counts)
         gate_up = torch.cat([expert.gate_up(rows) for expert, rows in zip(experts, inputs, strict=True)])
-        inner = self.activated(gate_up).split(each)
+        inner = self.activated(gate_up).split(row_counts)
         outputs = torch.cat([expert.down(rows) for expert, rows in zip(experts, inner, strict=True)])
-        return (outputs[places[1]].view(n, k, -1) * weights[..., None]).sum(1).to(x.dtype)
+        return (outputs[orders[1]].view(n, k, -1) * weights[..., None]).sum(1).to(x.dtype)
 
     def activated(self, gate_up: Tensor) -> Tensor:
         """[n, 2I] to [n, I]."""

@@ -249,7 +249,7 @@ class GrammarCompiler:
         outcome = self._verdicts.get(text.digest)
         if outcome is None:
             began = time.monotonic()
-            refusal, converted = self._tried(text)
+            refusal, converted = self._try_compile(text)
             instead = GrammarText(converted, converted) if converted else None
             if refusal and not text.written and not refusal.startswith(_TOO_COMPLEX):
                 refusal, instead = self._without_problems(text, refusal)
@@ -263,7 +263,7 @@ class GrammarCompiler:
             raise UsageError(outcome.refusal)
         return outcome.instead or text
 
-    def _tried(self, text: GrammarText) -> tuple[str, str]:
+    def _try_compile(self, text: GrammarText) -> tuple[str, str]:
         """Why the grammar is refused (empty: it is not), and the converted grammar."""
         try:
             return "", self._processes.run({"lark": text.checked, "gbnf": text.gbnf, "limits": _PARSER_LIMITS,
@@ -278,7 +278,7 @@ class GrammarCompiler:
 
     def _refusal(self, lark: str) -> str:
         """Why a grammar in llguidance's syntax is refused; empty if it is not."""
-        return self._tried(GrammarText(lark, lark))[0]
+        return self._try_compile(GrammarText(lark, lark))[0]
 
     def _without_problems(self, text: GrammarText, refusal: str) -> tuple[str, GrammarText | None]:
         """Handle a grammar with a schema that cannot be enforced.
@@ -297,7 +297,7 @@ class GrammarCompiler:
                 at, reason = problems[0] if problems else ("", refusal)
                 location = ".".join(filter(None, (schema.get("$comment", "schema"), at)))
                 return f"{location}: {_reason(reason)}", None
-            lark, checked = (whole.replace(value, json.dumps(remaining)) for whole in (lark, checked))
+            lark, checked = (source.replace(value, json.dumps(remaining)) for source in (lark, checked))
         if lark == text.lark:
             return refusal, None
         return self._refusal(checked), GrammarText(lark, checked)

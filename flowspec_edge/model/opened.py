@@ -325,9 +325,9 @@ def model_path(name_or_path: str) -> Path | None:
         return resource_dir("models") / name_or_path
     path, name = Path(name_or_path), None
     if not path.exists():
-        from flowspec_edge.model.catalogue import fetched_dir, find_known, is_fetched  # pydantic takes a while
+        from flowspec_edge.model.catalogue import fetched_dir, find_known_model, is_fetched  # pydantic takes a while
 
-        entry = find_known(name_or_path)
+        entry = find_known_model(name_or_path)
         if entry is None or not is_fetched(entry[0]):
             return None
         name, path = entry[0], fetched_dir(entry[0])
@@ -345,11 +345,11 @@ def require_name(name_or_path: str) -> None:
     torch, which
     what opens a model imports.
     """
-    from flowspec_edge.model.catalogue import find_known, is_repository_name
+    from flowspec_edge.model.catalogue import find_known_model, is_repository_name
 
     path = Path(name_or_path)
     is_config = path.name == "config.json" and path.is_file()
-    is_name = find_known(name_or_path) or is_repository_name(name_or_path)
+    is_name = find_known_model(name_or_path) or is_repository_name(name_or_path)
     if not (is_config or is_name or is_here(name_or_path)):
         resolve_model(name_or_path)
 
@@ -364,9 +364,9 @@ def answering_model() -> str:
 
 
 def _absence(name: str) -> str:
-    from flowspec_edge.model.catalogue import find_known, known_models
+    from flowspec_edge.model.catalogue import find_known_model, known_models
 
-    if entry := find_known(name):
+    if entry := find_known_model(name):
         return ("it is in the catalogue, but not on this machine: download it with: flowspec models fetch "
                 f"{entry[0]}")
     if name.endswith(SUFFIX):

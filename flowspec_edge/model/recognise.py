@@ -196,10 +196,10 @@ def _adapter(directory: Path) -> str:
 
 def refuse_part(directory: Path) -> None:
     """Raise UsageError if ``directory``, which a user gave, is one part of a sharded model."""
-    here = directory.resolve()
-    whole = here.parent.parent if here.parent.name == "draft" else here.parent
-    if here.name.startswith(("stage-", "draft", "target")) and (whole / MANIFEST).is_file():
-        raise UsageError(f"{directory} is one part of the sharded model {whole}: give that directory")
+    resolved = directory.resolve()
+    model_directory = resolved.parent.parent if resolved.parent.name == "draft" else resolved.parent
+    if resolved.name.startswith(("stage-", "draft", "target")) and (model_directory / MANIFEST).is_file():
+        raise UsageError(f"{directory} is one part of the sharded model {model_directory}: give that directory")
 
 
 def _entries(directory: Path) -> list[str]:

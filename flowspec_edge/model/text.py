@@ -242,7 +242,7 @@ class TextStream:
         self._decode, self._write = decode, write
         self._ids = self._lead(after)  # the newest, which affect the text of the next
         self._text = self._decode(self._ids)  # of these
-        self._written = self._text  # the beginning of it that has been written
+        self._written_text = self._text  # the beginning of it that has been written
         self._ids_in_text = len(self._ids)  # how many of the ids the text comes from
 
     def push(self, ids: Sequence[int]) -> None:
@@ -251,8 +251,8 @@ class TextStream:
 
     def close(self) -> None:
         """Write the rest, even if its last character is incomplete."""
-        remaining = self._text[len(self._written):]
-        self._written, self._ids_in_text = self._text, len(self._ids)
+        remaining = self._text[len(self._written_text):]
+        self._written_text, self._ids_in_text = self._text, len(self._ids)
         if remaining:
             self._write(remaining)
 
@@ -269,16 +269,16 @@ class TextStream:
         if text and text == self._text and not self._decode([token]):  # it has no text, and there may be many
             self._ids.pop()
             return ""
-        if not text.startswith(self._written):
+        if not text.startswith(self._written_text):
             # The new tokens begin with incomplete bytes, and a decoder with byte fallback rejects the whole
             # run of bytes, valid characters included.
             del self._ids[:self._ids_in_text]
-            text, self._written = self._decode(self._ids), ""
+            text, self._written_text = self._decode(self._ids), ""
         pending = self._unfinished(text)
         certain = text[:len(text) - pending]
-        new = certain[len(self._written):]
+        new = certain[len(self._written_text):]
         self._text, self._ids_in_text = text, len(self._ids) - pending
-        self._written += new
+        self._written_text += new
         if len(self._ids) >= 2 * _CONTEXT:
             self._forget(pending)
         return new
@@ -305,5 +305,5 @@ class TextStream:
             if self._text.endswith(tail) and len(tail) >= pending and bool(tail) == bool(self._text):
                 del self._ids[:start]
                 self._text, self._ids_in_text = tail, len(self._ids) - pending
-                self._written = tail[:len(tail) - pending]
+                self._written_text = tail[:len(tail) - pending]
                 return

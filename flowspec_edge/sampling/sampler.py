@@ -87,15 +87,15 @@ def chunks(logits: Tensor) -> list[slice]:
 def first_largest(x: Tensor) -> Tensor:
     """First index of each maximum: int64 [n]; in blocks, since torch's argmax is slow for long CPU rows."""
     n, width = x.shape
-    whole = width // _SPAN * _SPAN
-    if whole < 4 * _SPAN:
+    full_width = width // _SPAN * _SPAN
+    if full_width < 4 * _SPAN:
         return x.argmax(-1)
-    blocks = x[:, :whole].view(n, -1, _SPAN)
+    blocks = x[:, :full_width].view(n, -1, _SPAN)
     block = blocks.amax(-1).argmax(-1)
     rows = torch.arange(n, device=x.device)
     best = blocks[rows, block].argmax(-1) + block * _SPAN
-    if whole < width:
-        last_best = x[:, whole:].argmax(-1) + whole
+    if full_width < width:
+        last_best = x[:, full_width:].argmax(-1) + full_width
         best = torch.where(x[rows, last_best] > x[rows, best], last_best, best)
     return best
 
@@ -103,23 +103,23 @@ def first_largest(x: Tensor) -> Tensor:
 def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest values of each row, falling, and their indices: [n, k] and int64 [n, k]."""
     n, width = x.shape
-    whole = width // _SPAN * _SPAN
-    if whole < 4 * k * _SPAN:
+    full_width = width // _SPAN * _SPAN
+    if full_width < 4 * k * _SPAN:
         top = x.topk(k)
         return top.values, top.indices
-    spans = x[:, :whole].view(n, -1, _SPAN).amax(-1).topk(k, sorted=False).indices
-    within, beyond = _offsets(whole, width, x.device)
+    spans = x[:, :full_width].view(n, -1, _SPAN).amax(-1).topk(k, sorted=False).indices
+    within, beyond = _offsets(full_width, width, x.device)
     ids = torch.add(within, spans[..., None], alpha=_SPAN).flatten(1)  # of the chosen blocks
-    if whole < width:  # and of the rest of the row
+    if full_width < width:  # and of the rest of the row
         ids = torch.cat((ids, beyond.expand(n, -1)), 1)
     top = x.gather(1, ids).topk(k)
     return top.values, ids.gather(1, top.indices)
 
 
 @lru_cache(maxsize=8)
-def _offsets(whole: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _offsets(full_width: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the places in a block, int64 [_SPAN], and in a row after its last block."""
-    return torch.arange(_SPAN, device=device), torch.arange(whole, width, device=device)
+    return torch.arange(_SPAN, device=device), torch.arange(full_width, width, device=device)
 
 
 def wide(logits: Tensor) -> Tensor:
@@ -176,26 +176,26 @@ class AnswerPenalties:
                 column[at] = value
             self._outdated.clear()
         changed = self._changed(logits, self._state)
-        places = [(row, token, self._counts[token] + more)
-                  for row, path in enumerate(paths) for token, more in Counter(path).items()]
-        if places:
-            rows, columns, counts = zip(*places, strict=True)
+        counted_cells = [(row, token, self._counts[token] + more)
+                         for row, path in enumerate(paths) for token, more in Counter(path).items()]
+        if counted_cells:
+            rows, columns, counts = zip(*counted_cells, strict=True)
             cells = torch.tensor(rows, device=logits.device), torch.tensor(columns, device=logits.device)
             state = self._state_of(logits, [(token, count, True)
                                             for token, count in zip(columns, counts, strict=True)])
             changed[cells] = self._changed(logits[cells], state)
         return changed
 
-    def _state_of(self, like: Tensor, places: Sequence[tuple[int, int, bool]]) -> _PenaltyState:
-        """Make the changes of ``places``: tokens, their counts in an answer, and whether the text has them.
+    def _state_of(self, like: Tensor, token_counts: Sequence[tuple[int, int, bool]]) -> _PenaltyState:
+        """Make the changes of ``token_counts``: tokens, their counts in an answer, and whether the text has them.
 
         Without a repetition penalty the changes are one sum.
         """
-        bias = [self._penalties.logit_bias.get(token, 0.0) for token, _, _ in places]
-        costs = [self._penalties.cost(count) for _, count, _ in places]
+        bias = [self._penalties.logit_bias.get(token, 0.0) for token, _, _ in token_counts]
+        costs = [self._penalties.cost(count) for _, count, _ in token_counts]
         if self._penalties.repetition == 1.0:
             bias, costs = [0.0] * len(bias), [cost - add for add, cost in zip(bias, costs, strict=True)]
-        return _PenaltyState(like.new_tensor(bias), like.new_tensor([in_text for _, _, in_text in places]).bool(),
+        return _PenaltyState(like.new_tensor(bias), like.new_tensor([in_text for _, _, in_text in token_counts]).bool(),
                              like.new_tensor(costs))
 
     def _changed(self, logits: Tensor, state: _PenaltyState) -> Tensor:
@@ -315,11 +315,11 @@ def _unpacked(bits: NDArray[np.uint8], width: int, device: torch.device) -> Tens
     if device.type == "cpu":  # numpy is faster
         return torch.from_numpy(np.unpackbits(bits, 1, width, "little").view(np.bool_))
     packed = to_device(torch.from_numpy(bits), device)
-    return (packed[..., None] & _places(device)).bool().flatten(1)[:, :width]
+    return (packed[..., None] & _bit_values(device)).bool().flatten(1)[:, :width]
 
 
 @lru_cache
-def _places(device: torch.device) -> Tensor:
+def _bit_values(device: torch.device) -> Tensor:
     return to_device(torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8), device)
 
 
@@ -431,10 +431,10 @@ def _draw_from(x: NDArray[np.float64], ids: NDArray[np.int64], positions: NDArra
     p = np.exp(scaled - np.logaddexp.reduce(scaled, -1, keepdims=True))
     before = np.cumsum(p, -1) - p
     likely = scaled - scaled[:, :1] >= sampling.least_log
-    rows, places = np.nonzero((before < sampling.top_p) & likely)
+    rows, columns = np.nonzero((before < sampling.top_p) & likely)
     scores = np.full(x.shape, -np.inf)
-    scores[rows, places] = scaled[rows, places] + gumbel_at(
-        sampling.seed, positions[rows] + 1, ids[rows, places])
+    scores[rows, columns] = scaled[rows, columns] + gumbel_at(
+        sampling.seed, positions[rows] + 1, ids[rows, columns])
     close = (sampling.top_p < 1.0) & (np.abs(before - sampling.top_p) < _CLOSE_SUM).any(-1)
     # Of equal scores the first, which has the lowest id of equal logits.
     return np.where(close, -1, np.take_along_axis(ids, scores.argmax(-1)[:, None], -1)[:, 0])

@@ -271,15 +271,15 @@ class Admission:
 
     def _check(self, cluster: SharedCluster) -> None:
         """Run the probe; raises an error if no token comes, unless the queue is closed."""
-        came: list[int] = []
+        tokens: list[int] = []
         with self._interrupt():
-            probe = cluster.probe(self._probe, came.extend)
+            probe = cluster.probe(self._probe, tokens.extend)
         cluster.serve(lambda: probe.done() or self._over)
         if self._over:
             probe.cancel()
             return
         probe.result()
-        if not came:
+        if not tokens:
             raise FlowspecError("the cluster ended a request of one token without a token")
         with self._lock:
             self._token_at, self._fault = self._clock(), None

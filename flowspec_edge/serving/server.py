@@ -181,13 +181,13 @@ def listen(host: str, port: int, api_key: str | None) -> socket.socket:
     except (OSError, UnicodeError) as error:
         raise UsageError(f"no address for --host {host!r}: {error}") from error
     family, _, _, _, address = addresses[0]
-    every = str(address[0]) == "::"  # with the addresses of IPv4, as other servers do
+    binds_all = str(address[0]) == "::"  # with the addresses of IPv4, as other servers do
     if api_key is None and not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
         raise UsageError(f"others can reach {host}: set FLOWSPEC_API_KEY (or --api-key), or listen on "
                          "127.0.0.1")
     try:
         listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG,
-                                        dualstack_ipv6=every and socket.has_dualstack_ipv6())
+                                        dualstack_ipv6=binds_all and socket.has_dualstack_ipv6())
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections inherit it
         return listener
     except OSError as error:

@@ -100,9 +100,9 @@ def drafts_of(model: OpenModel, paths: Sequence[Path]) -> list[DraftFiles]:
 
 def _own_layer(kind: DraftKind, directory: Path) -> DraftFiles | None:
     """Return a draft layer in a target's checkpoint; None, with a warning, if it cannot be taken along."""
-    read, checkpoint = own_layer_format_of(kind), Checkpoint(directory)
-    config = read.config(directory)
-    shapes = read.tensors(config)
+    layer_format, checkpoint = own_layer_format_of(kind), Checkpoint(directory)
+    config = layer_format.config(directory)
+    shapes = layer_format.tensors(config)
     bad = next((name for name, shape in shapes.items() if name not in checkpoint
                 or checkpoint.stored([name])[name].shape != shape
                 or not checkpoint.stored([name])[name].dtype.is_floating_point), None)
@@ -112,7 +112,7 @@ def _own_layer(kind: DraftKind, directory: Path) -> DraftFiles | None:
         return None
     return DraftFiles(kind, directory, config, (), checkpoint.stored(shapes), embeddings=True,
                       ranks_by_target=kind.narrows,
-                      kv_row=cache_values(read.fields(config)), fingerprint=checkpoint.digest(shapes))
+                      kv_row=cache_values(layer_format.fields(config)), fingerprint=checkpoint.digest(shapes))
 
 
 def open_draft(directory: Path) -> DraftFiles:
@@ -122,16 +122,16 @@ def open_draft(directory: Path) -> DraftFiles:
     checkpoint = Checkpoint(directory)
     stored = checkpoint.stored(checkpoint.names)
     kind = _kind(directory, raw, {plain_name(name): info for name, info in stored.items()})
-    read = format_of(kind)
-    ignored_names = read.unread()
+    draft_format = format_of(kind)
+    ignored_names = draft_format.unread()
     tensors = {name: info for name, info in stored.items() if plain_name(name) not in ignored_names}
     bare = {plain_name(name) for name in tensors}
-    config = read.config(directory)
-    layer = read.fields(config)
+    config = draft_format.config(directory)
+    layer = draft_format.fields(config)
     drafted = layer.get("draft_vocab_size")
     copies = drafted and drafted < layer["vocab_size"] and LM_HEAD not in bare
     return DraftFiles(kind, directory, config, _files(directory), tensors,
-                      embeddings=kind.looks_up_target or read.needs_embedding(directory),
+                      embeddings=kind.looks_up_target or draft_format.needs_embedding(directory),
                       kv_row=cache_values(layer), fingerprint=checkpoint.digest(checkpoint.names),
                       copied_values=drafted * layer["hidden_size"] if copies else 0,
                       ranks_by_target=kind.narrows and not copies and LM_HEAD not in bare)
@@ -154,5 +154,5 @@ def _kind(directory: Path, config: dict[str, Any], tensors: dict[str, TensorInfo
 def _files(directory: Path) -> tuple[Path, ...]:
     files = sorted(path for path in directory.iterdir() if path.is_file() and not path.name.startswith("."))
     location = located.locate(directory)
-    read = {location.source, *location.files} if location else set()
-    return tuple(path for path in files if path in read or not located.is_weight_file(path))
+    source_files = {location.source, *location.files} if location else set()
+    return tuple(path for path in files if path in source_files or not located.is_weight_file(path))

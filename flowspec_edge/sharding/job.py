@@ -79,10 +79,10 @@ def run(plan: ShardingPlan, out: Path, progress: Progress | None = None) -> Mani
 
 def _write(plan: ShardingPlan, file: PlannedFile, out: Path, journal: Journal, progress: Progress | None
            ) -> None:
-    done = journal.done.get(file.path.as_posix())
-    if done is not None:
+    part_file = journal.done.get(file.path.as_posix())
+    if part_file is not None:
         if progress is not None:
-            progress(done.size)
+            progress(part_file.size)
         return
     path = out / file.path
     with writing(path):

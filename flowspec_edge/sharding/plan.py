@@ -188,12 +188,13 @@ def _candidates(source: SourceModel, requested: int | None, rows: int, columns: 
 def _layers_recipe(source: SourceModel, dtype: ShardDtype | None, group: int | None,
                    compute: ComputeDtype | None) -> Recipe:
     float_dtype = source.dtype if source.dtype in (torch.float16, torch.bfloat16) else torch.float16
-    read = source.imported
-    if read is not None and (read.only_int4 or dtype in (None, "int4")):
-        if dtype not in (None, "int4") or group not in (None, read.group):
+    imported = source.imported
+    if imported is not None and (imported.only_int4 or dtype in (None, "int4")):
+        if dtype not in (None, "int4") or group not in (None, imported.group):
             raise UsageError(f"{display_path(source.weights.directory)} is quantised already, in groups of "
-                             f"{read.group}: it can only become int4 with these; for another kind take it in 16 bits")
-        dtype, group = "int4", read.group
+                             f"{imported.group}: it can only become int4 with these; for another kind take it in "
+                             "16 bits")
+        dtype, group = "int4", imported.group
     if dtype is None:
         dtype = DTYPE_NAMES[float_dtype]
     if dtype not in get_args(QuantKind):

@@ -90,8 +90,8 @@ class Pass:
         """Share of the pairs of admitted rows that belong to one request: 1 for the rows of one segment."""
         skipped = self.cancelled or [False] * len(self.segments)
         rows = [len(segment.numbers) for segment, skip in zip(self.segments, skipped, strict=True) if not skip]
-        every = sum(rows) * (sum(rows) - 1)
-        return sum(n * (n - 1) for n in rows) / every if every else 1.0
+        row_pairs = sum(rows) * (sum(rows) - 1)
+        return sum(n * (n - 1) for n in rows) / row_pairs if row_pairs else 1.0
 
 
 # ---- events and actions ------------------------------------------------------------------------

@@ -108,9 +108,9 @@ class StageCounters:
     def add_pass(self, seconds: float, segments: Sequence[Segment], rows: Mapping[int, int]) -> None:
         """Count a pass, for each of its sessions in full; ``rows``: by session."""
         by_session = [(self._stats.get(s.session), len(s.committed), rows[s.session]) for s in segments]
-        every = self.total, sum(tokens for _, tokens, _ in by_session), sum(count for *_, count in by_session)
+        sums = self.total, sum(tokens for _, tokens, _ in by_session), sum(count for *_, count in by_session)
         computed = any(len(segment.numbers) for segment in segments)
-        for stats, tokens, count in [every, *by_session]:
+        for stats, tokens, count in [sums, *by_session]:
             if stats is not None:
                 stats.compute_s += seconds
                 stats.tokens += tokens

@@ -133,8 +133,8 @@ class StageEngine:
     @property
     def counters(self) -> dict[str, float]:
         """Sums over all sessions since the last Open that found no other session."""
-        every = [self._closed_counters, *(state.counters for state in self._sessions.values())]
-        return {name: sum(counters[name] for counters in every) for name in COUNTERS}
+        counters = [self._closed_counters, *(state.counters for state in self._sessions.values())]
+        return {name: sum(counters[name] for counters in counters) for name in COUNTERS}
 
     def counters_of(self, session: int) -> dict[str, float]:
         state = self._sessions.get(session)

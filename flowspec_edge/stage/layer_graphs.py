@@ -54,21 +54,23 @@ class LayerGraphs:
 
     def _between(self, index: int, record: Recorder) -> list[Replay]:
         """Return what runs between the attention of layers ``index`` - 1 and ``index``; adds to ``_begun``."""
-        done = self._layers[index - 1] if index else None
+        last_layer = self._layers[index - 1] if index else None
         last = index == len(self._layers)
 
         def ends() -> Routed | None:
-            return None if done is None else done.after(self.hidden, self._begun[index - 1], self._attended[index - 1])
+            if last_layer is None:
+                return None
+            return last_layer.after(self.hidden, self._begun[index - 1], self._attended[index - 1])
 
         def begins() -> Begun | None:
             return None if last else self._layers[index].before(self.hidden, self._rotations[self._turns[index]])
 
-        if done is None or done.experts is None:
+        if last_layer is None or last_layer.experts is None:
             (_, begun), replay = record(lambda: (ends(), begins()))
             self._keep(begun)
             return [replay]
         routed, first = record(ends)
-        mixes = partial(self._mix, done, cast(Routed, routed))
+        mixes = partial(self._mix, last_layer, cast(Routed, routed))
         if last:
             return [first, mixes]
         begun, second = record(begins)

@@ -80,10 +80,10 @@ def read_output_head(part: OpenPart, dtype: str, device: torch.device | str, sch
         elif isinstance(target, QuantLinear):
             target.fill_rows(start, {first[0]: piece, **stored_rows})
     if halves:
-        for index, whole in enumerate(blocks):  # no more than one block is in memory twice
-            if isinstance(whole, MatrixRows):
-                blocks[index] = HalfLinear(whole.weight)
-                del whole.weight
+        for index, source in enumerate(blocks):  # no more than one block is in memory twice
+            if isinstance(source, MatrixRows):
+                blocks[index] = HalfLinear(source.weight)
+                del source.weight
     return OutputHead(blocks, width, torch_dtype, at)
 
 

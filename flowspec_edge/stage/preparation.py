@@ -63,11 +63,11 @@ def try_prompt_rows(engine: StageEngine, most: int) -> int:
     shard, rows = shard_of(engine), WARM_UP[-1]
     if shard.device.type != "cuda" or any(isinstance(kind, GatedDelta) for kind in shard.kinds):
         return rows
-    each = max((_row_bytes(engine, layer) for layer in shard.modules), default=0)
+    layer_bytes = max((_row_bytes(engine, layer) for layer in shard.modules), default=0)
     while 2 * rows <= most:
         # Upwards: on a board no allocation fails, but the system kills who takes too much.
         available = available_bytes(shard.device)
-        if available is not None and 2 * rows * each > available:
+        if available is not None and 2 * rows * layer_bytes > available:
             break
         try:
             _pass_of(engine, 2 * rows, max(2 * rows, engine.cache_rows) - 2 * rows)()
@@ -172,8 +172,8 @@ def choose_graphs(engine: StageEngine, record: Recorder, clock: Clock = time.per
 def record_layers(shard: Shard, rows: int, record: Recorder) -> LayerGraphs:
     """Record a shard's layers for ``rows`` rows."""
     hidden = torch.zeros(rows, shard.hidden_size, dtype=shard.dtype, device=shard.device)
-    places = torch.zeros(rows, dtype=torch.int64, device=shard.device)
-    rotations = {turn: shard.rotary(places, turn, shard.dtype) for turn in dict.fromkeys(shard.turns)}
+    slots = torch.zeros(rows, dtype=torch.int64, device=shard.device)
+    rotations = {turn: shard.rotary(slots, turn, shard.dtype) for turn in dict.fromkeys(shard.turns)}
     return LayerGraphs(shard.modules, shard.turns, hidden, rotations, record)
 
 

@@ -210,7 +210,7 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
         if index == stages - 1:
             parts["model.norm"] = norm_on_meta(config)
         embed = None
-        read = [tensor_names.EMBEDDING] if index == 0 else []
+        names = [tensor_names.EMBEDDING] if index == 0 else []
         quantised = schemes_of(open_model)
         if quantised and torch_device.type == "cuda":
             caveat = quantised.usual.caveat(torch_dtype, torch.cuda.get_device_capability(torch_device))
@@ -220,20 +220,20 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
             if index == 0:
                 embed = _embedding(checkpoint, config, torch_dtype, torch_device)
             for name, module in parts.items():  # one by one: no more than one layer is in memory twice
-                read += load_modules({name: module}, checkpoint, torch_dtype, torch_device, quantised)
+                names += load_modules({name: module}, checkpoint, torch_dtype, torch_device, quantised)
                 module.prepare()
                 if halves:
                     halve_linears(module)
                 elif torch_dtype == torch.bfloat16 and torch_device.type == "cpu":
                     replace_linears(module, PaddedLinear)
         release(torch_device)
-        expected = read if open_model.sharded else tensor_names.whole_model(skeleton(config))
+        expected = names if open_model.sharded else tensor_names.whole_model(skeleton(config))
         tensor_names.check_no_unexpected(part.directory, checkpoint.names, expected)
         return Shard(
             index=index, stages=stages, layers=(lo, hi), config=config,
             modules=tuple(parts[f"model.layers.{i}"] for i in range(lo, hi)), rotary=Rotary(config, torch_device),
             embed=embed, norm=parts.get("model.norm"),
-            dtype=torch_dtype, device=torch_device, digest=checkpoint.digest(read),
+            dtype=torch_dtype, device=torch_device, digest=checkpoint.digest(names),
             kv_cache=open_model.manifest.kv_cache if open_model.manifest else "16bit",
             embed_scale=embedding_scale(config, torch_dtype),
             row_step=row_step or (ROW_STEP if torch_device.type == "cuda" else 1),

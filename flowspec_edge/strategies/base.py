@@ -84,7 +84,7 @@ class Strategy(ABC):
             cls.title = attributes.get("title", cls.name)
 
     def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
-        self.params = params.of(self.parameters)
+        self.params = params.select(self.parameters)
         self.builder = builder
         self.pipeline = pipeline
         self.counters = TokenCounters()

@@ -112,7 +112,7 @@ class FlowSpecPlus(TreeStrategy):
 
     @classmethod
     def _looks_up_itself(cls, params: Parameters) -> bool:
-        plus_params = params.of(FlowSpecPlusParameters)
+        plus_params = params.select(FlowSpecPlusParameters)
         return plus_params.ngram is not False and "lookup" not in plus_params.disabled_ideas()
 
     def begin(self, text: Sequence[int], sampling: Sampling) -> None:

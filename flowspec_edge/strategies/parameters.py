@@ -155,7 +155,7 @@ class Parameters:
             raise UsageError(f"a segment of {rows} rows is more than {_MOST_ROWS}: lower the tree, width, "
                              "gamma or branching that asks for it")
 
-    def of(self, declared: type[Declared]) -> Declared:
+    def select(self, declared: type[Declared]) -> Declared:
         """Return the values of the parameters that ``declared`` has; defaults for those not given."""
         if isinstance(self, declared):
             return self

@@ -32,18 +32,18 @@ class Params(Parameters):
         for name, parameter in parameters(Parameters).items():
             object.__setattr__(self, name, values_by_name.pop(name, parameter.default))
         object.__setattr__(self, "specific", tuple(sorted(values_by_name.items())))
-        self.of(Parameters)
+        self.select(Parameters)
         if values_by_name:
-            every = declared_by_strategies()
-            if unknown := values_by_name.keys() - {name for declared in every for name in parameters(declared)}:
+            declarations = declared_by_strategies()
+            if unknown := values_by_name.keys() - {name for declared in declarations for name in parameters(declared)}:
                 available = all_parameters()
                 raise UsageError(f"no parameter {min(unknown)!r}; {did_you_mean(min(unknown), available)}"
                                  "flowspec strategies NAME lists those of a strategy")
-            for declared in every:
+            for declared in declarations:
                 if values_by_name.keys() & parameters(declared).keys():
-                    self.of(declared)
+                    self.select(declared)
 
-    def of(self, declared: type[Declared]) -> Declared:
+    def select(self, declared: type[Declared]) -> Declared:
         """Return the values of the parameters that ``declared`` has; UsageError if they do not fit together."""
         values = {**{name: getattr(self, name) for name in parameters(Parameters)}, **dict(self.specific)}
         return declared(**{name: values[name] for name in parameters(declared) if name in values})
@@ -60,26 +60,26 @@ class Params(Parameters):
 
     def largest_segment(self) -> int:
         """Rows of the longest segment that any strategy may send."""
-        return max(self.of(declared).largest_segment() for declared in declared_by_strategies())
+        return max(self.select(declared).largest_segment() for declared in declared_by_strategies())
 
     def largest_tree(self) -> int:
         """Nodes that any strategy may draft before one of them is verified."""
-        return max(self.of(declared).largest_tree() for declared in declared_by_strategies())
+        return max(self.select(declared).largest_tree() for declared in declared_by_strategies())
 
 
 def all_parameters() -> dict[str, Parameter]:
     """Every parameter of all strategies, by name."""
-    every = dict(parameters(Parameters))
+    declared_by_name = dict(parameters(Parameters))
     for declared in declared_by_strategies():
-        every = {**parameters(declared), **every}
-    return every
+        declared_by_name = {**parameters(declared), **declared_by_name}
+    return declared_by_name
 
 
-def set_parameters(params: Params, settings: Iterable[str], parameters: Mapping[str, Parameter], whose: str,
+def set_parameters(params: Params, settings: Iterable[str], parameters: Mapping[str, Parameter], owner: str,
                    ) -> Params:
     """Return ``params`` with every "name=value" of ``settings``; a dash counts as an underscore.
 
-    UsageError for a name that is not in ``parameters``, the parameters of ``whose``, or for a value out of range.
+    UsageError for a name that is not in ``parameters``, the parameters of ``owner``, or for a value out of range.
     """
     changes = {}
     for setting in settings:
@@ -90,7 +90,7 @@ def set_parameters(params: Params, settings: Iterable[str], parameters: Mapping[
             raise UsageError(f"--set takes name=value, not {setting!r}, such as --set {first.name}="
                              f"{first.default}")
         if name not in parameters:
-            raise UsageError(f"{whose} has no parameter {name!r}: {did_you_mean(name, parameters)}"
+            raise UsageError(f"{owner} has no parameter {name!r}: {did_you_mean(name, parameters)}"
                              f"there are {', '.join(parameters)}")
         if name in changes:
             raise UsageError(f"--set gives {name} twice")

@@ -135,9 +135,9 @@ def require_pipelines(names: Iterable[str]) -> None:
 
 def parameters_of(strategy: type[Strategy]) -> dict[str, Parameter]:
     """Return the parameters that ``strategy`` reads by name, its own first."""
-    every, shared = parameters(strategy.parameters), parameters(Parameters)
-    specific = [name for name in every if name not in shared]
-    return {name: every[name] for name in (*specific, *(DRAFTED if strategy.drafter else ()), *COMMON)}
+    own_parameters, shared = parameters(strategy.parameters), parameters(Parameters)
+    specific = [name for name in own_parameters if name not in shared]
+    return {name: own_parameters[name] for name in (*specific, *(DRAFTED if strategy.drafter else ()), *COMMON)}
 
 
 def declared_by_strategies() -> list[type[Parameters]]:
@@ -198,8 +198,8 @@ def _located(strategy: type[Strategy]) -> type[Strategy]:
                 raise
             except (Exception, SystemExit) as error:
                 frames = traceback.extract_tb(error.__traceback__)
-                places = [f"{frame.filename}:{frame.lineno}" for frame in frames if frame.filename == source]
-                location = places[-1] if places else f"{source}, {method.__qualname__}"
+                locations = [f"{frame.filename}:{frame.lineno}" for frame in frames if frame.filename == source]
+                location = locations[-1] if locations else f"{source}, {method.__qualname__}"
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
                 raise RequestFailed(f"the strategy {strategy.name} failed: {reason} ({location})") from error
         return call
@@ -213,5 +213,5 @@ def _located(strategy: type[Strategy]) -> type[Strategy]:
             members[name] = property(located(attribute.fget))
         elif inspect.ismethod(member) and isinstance(attribute, classmethod):
             members[name] = classmethod(located(attribute.__func__))
-    same = {name: getattr(strategy, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(strategy.__name__, (strategy,), {**members, **same})
+    identity = {name: getattr(strategy, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(strategy.__name__, (strategy,), {**members, **identity})

@@ -65,7 +65,7 @@ class TreeStrategy(Strategy):
 
     def begin_round(self) -> None:
         """Draft the initial tree; the tree holds only its root (FlowSpec, III-B)."""
-        p = self.params.of(TreeParameters)
+        p = self.params.select(TreeParameters)
         self.expand([self.tree.root], p.depth, p.width, p.tree_size)
 
     @property

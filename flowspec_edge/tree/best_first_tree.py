@@ -73,14 +73,14 @@ class BestFirstTree(DraftTree):
         one's named children.  Children that only the look-up named become less likely.
         """
         parent.expanded = True
-        here = parent.children
-        before = list(here.values())
+        children = parent.children
+        before = list(children.values())
         named = list(zip(tokens, scores, estimates, strict=True))
-        if here:
+        if children:
             for token, score, _ in named:
-                if token in here:
-                    self._scores[here[token].id].draft_score = score
-            named = [child for child in named if child[0] not in here]
+                if token in children:
+                    self._scores[children[token].id].draft_score = score
+            named = [child for child in named if child[0] not in children]
         floor = self.root.score + HOPELESS - parent.score
         while named and (named[-1][2] < floor or named[-1][1] == -math.inf):
             named.pop()

@@ -73,8 +73,8 @@ class SegmentBuilder:
         self._sent_positions[self._run] = (numbers, positions)
         self._run += 1
         self._commits = []
-        done, self._committed_rows = self._committed_rows, []
-        for number in done:
+        committed, self._committed_rows = self._committed_rows, []
+        for number in committed:
             self.commit(number)
         return segment
 

@@ -93,14 +93,14 @@ def leave_out_current_directory() -> None:
     # Libraries start interpreters, too, such as torch.compile; Python 3.11 and newer reads this variable.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
-        here = os.getcwd()
+        directory = os.getcwd()
     except FileNotFoundError:  # it has been removed, and nothing can be imported from it
         return
-    if here in map(os.path.abspath, python_path):
+    if directory in map(os.path.abspath, python_path):
         return
     library = os.path.dirname(os.__file__)
     end = sys.path.index(library) if library in sys.path else 0  # what follows are installed packages
-    sys.path[:end] = [entry for entry in sys.path[:end] if entry not in ("", here)]
+    sys.path[:end] = [entry for entry in sys.path[:end] if entry not in ("", directory)]
 
 
 def _safe_here() -> str:

@@ -66,9 +66,9 @@ def join(parts: Sequence[nn.Module]) -> nn.Module:
         return _joined(cast("Sequence[nn.Linear]", parts))
     first, *others = parts
     if isinstance(first, PackedLinear) and all(isinstance(part, PackedLinear) for part in others):
-        whole = first.joined(others)
-        if whole is not None:
-            return whole
+        joined_linear = first.joined(others)
+        if joined_linear is not None:
+            return joined_linear
     return _Concatenated(parts)
 
 
@@ -98,11 +98,11 @@ def _joined(parts: Sequence[nn.Linear]) -> nn.Module:
         weight = torch.cat([weight.t() for weight in weights], 1).t()
     else:
         weight = torch.cat(weights)
-    whole = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
-    whole.weight = nn.Parameter(weight, requires_grad=False)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
     if biases:
-        whole.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    return whole
+        linear.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return linear
 
 
 class _Concatenated(nn.Module):

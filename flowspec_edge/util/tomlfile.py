@@ -205,17 +205,17 @@ def _as_toml(value: str | float) -> str:
 
 def _suggestion(key_path: Sequence[str | int], model: type[BaseModel]) -> str:
     *outer, unknown_key = key_path
-    here = model
+    table = model
     for part in outer:
         # A key of a whole file that is a dictionary is no field.
-        if isinstance(part, str) and (field := here.model_fields.get(part) or here.model_fields.get("root")):
-            here = _inner(field.annotation) or here
+        if isinstance(part, str) and (field := table.model_fields.get(part) or table.model_fields.get("root")):
+            table = _inner(field.annotation) or table
     for name, field in model.model_fields.items():
         other = _inner(field.annotation)
         if other is not None and unknown_key in other.model_fields:
             many = str(field.annotation).startswith("list")
             return f": it belongs to {f'[[{name}]]' if many else f'[{name}]'}"
-    field_names = list(here.model_fields)
+    field_names = list(table.model_fields)
     if near := get_close_matches(str(unknown_key), field_names, n=1):
         return f": did you mean {near[0]!r}?"
     return f": known here are {', '.join(field_names)}"

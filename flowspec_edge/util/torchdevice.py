@@ -152,8 +152,8 @@ def pick(requested: str, devices: Sequence[TorchGpu], built_for: Sequence[str], 
         if not devices:
             raise UsageError(f"--device {requested}: {_no_gpu()}")
         if index >= len(devices):
-            there = ", ".join(f"cuda:{i} ({gpu.name})" for i, gpu in enumerate(devices))
-            raise UsageError(f"--device {requested}: there is no such GPU, only {there}")
+            gpu_list = ", ".join(f"cuda:{i} ({gpu.name})" for i, gpu in enumerate(devices))
+            raise UsageError(f"--device {requested}: there is no such GPU, only {gpu_list}")
         if reason := _unfit(index, devices[index], built_for, needed, model_text):
             raise UsageError(f"--device {requested}: {reason}")
         return f"cuda:{index}", ""

@@ -50,10 +50,10 @@ def look_ups(path: Path, rows: int, lookups: int) -> Iterator[Row]:
     table = EmbeddingTable(SafetensorsFile(path), EMBEDDING, torch.bfloat16)
     yield "opening the table: its values are read once", time.perf_counter() - opened, "s"
     stored = UncachedFile(path)
-    drawn = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
 
     def tokens() -> torch.Tensor:
-        return torch.from_numpy(drawn.integers(table.num_embeddings, size=rows))
+        return torch.from_numpy(generator.integers(table.num_embeddings, size=rows))
 
     def cold() -> torch.Tensor:
         stored.drop()
@@ -71,17 +71,17 @@ def look_ups(path: Path, rows: int, lookups: int) -> Iterator[Row]:
 
 def _timed(name: str, table: EmbeddingTable, prepare: Callable[[], torch.Tensor], lookups: int
            ) -> Iterator[Row]:
-    seconds, read = [], 0
+    seconds, read_bytes = [], 0
     for _ in range(lookups):
         tokens = prepare()
         before = _read_bytes()
         start = time.perf_counter()
         table(tokens)
         seconds.append(time.perf_counter() - start)
-        read += _read_bytes() - before
+        read_bytes += _read_bytes() - before
     for quantile, share in (("median", 50), ("99 %", 99), ("worst", 100)):
         yield f"{name}, {quantile}", 1e3 * float(np.percentile(seconds, share)), "ms"
-    yield f"{name}, read from the disk in a look-up", read / lookups / 1e3, "KB"
+    yield f"{name}, read from the disk in a look-up", read_bytes / lookups / 1e3, "KB"
 
 
 def _read_bytes() -> int:

@@ -228,9 +228,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FlowspecError as error:
         print(f"microbench.shapes.memory: error: {error}", file=sys.stderr)
         return error.exit_code
-    named = f"{args.model}, {' and '.join(parts)}: "
+    title = f"{args.model}, {' and '.join(parts)}: "
     print_rows([
-        (f"{named}weights and caches, planned", figures.planned / 1e6, "MB"),
+        (f"{title}weights and caches, planned", figures.planned / 1e6, "MB"),
         ("  of all tensors", figures.tensor_bytes / 1e6, "MB"),
         ("  growth of anonymous memory", figures.anonymous / 1e6, "MB"),
         ("    of which malloc keeps although it is free", figures.free / 1e6, "MB"),

@@ -46,11 +46,11 @@ def segment_times(name: str, dtype: str, device: str, layers: int, rows: Sequenc
         for n in rows:
             run = _segments(StageEngine(shard), n, context)
             seconds = median_seconds(run, device)
-            read = shard.nbytes + context * kv_row
+            read_bytes = shard.nbytes + context * kv_row
             yield SegmentTime(
                 rows=n, context=context, ms=1e3 * seconds,
-                whole_ms=1e3 * seconds / layers * SHAPES[name].num_hidden_layers, bytes=read,
-                copy_share=read / seconds / copy_rate, launches=launches(run),
+                whole_ms=1e3 * seconds / layers * SHAPES[name].num_hidden_layers, bytes=read_bytes,
+                copy_share=read_bytes / seconds / copy_rate, launches=launches(run),
                 cuda_launches=None if device == "cpu" else cuda_launches(run))
 
 

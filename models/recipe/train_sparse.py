@@ -90,8 +90,8 @@ class Mixture(nn.Module):
         shares = F.linear(x, self.router).softmax(-1)
         top, expert_ids = shares.topk(k, dim=-1)
         weights = torch.zeros_like(shares).scatter(-1, expert_ids, top / top.sum(-1, keepdim=True))
-        used = (weights > 0).to(shares.dtype).flatten(0, -2).mean(0) / k
-        self.balance = experts * (used * shares.flatten(0, -2).mean(0)).sum()
+        used_shares = (weights > 0).to(shares.dtype).flatten(0, -2).mean(0) / k
+        self.balance = experts * (used_shares * shares.flatten(0, -2).mean(0)).sum()
         inner = F.silu(F.linear(x, self.gate)) * F.linear(x, self.up)
         weighted = inner.unflatten(-1, (experts, -1)) * weights[..., None]
         return F.linear(weighted.flatten(-2), self.down)

@@ -25,7 +25,7 @@ def write_chats(url: str, model: str, out: Path, tokens: int, seed: int, paralle
     """Write chats until the answers have ``tokens`` tokens, those of earlier runs included."""
     client = OpenAI(base_url=url, api_key="none", max_retries=1, timeout=600)
     lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
-    written = sum(json.loads(line)["tokens"] for line in lines)
+    token_count = sum(json.loads(line)["tokens"] for line in lines)
     numbered = itertools.islice(enumerate(prompts(seed)), len(lines), None)
 
     def chat(number: int, turns: list[str]) -> dict[str, object]:
@@ -41,13 +41,13 @@ def write_chats(url: str, model: str, out: Path, tokens: int, seed: int, paralle
         return {"messages": messages, "tokens": count}
 
     with out.open("a", encoding="utf-8") as file, ThreadPoolExecutor(parallel) as pool:
-        while written < tokens:
+        while token_count < tokens:
             batch = list(itertools.islice(numbered, parallel * 4))
             for row in pool.map(lambda pair: chat(*pair), batch):
                 file.write(json.dumps(row) + "\n")
-                written += int(str(row["tokens"]))
+                token_count += int(str(row["tokens"]))
             file.flush()
-            print(f"{out}: {written} of {tokens} tokens", flush=True)
+            print(f"{out}: {token_count} of {tokens} tokens", flush=True)
 
 
 def main() -> None:

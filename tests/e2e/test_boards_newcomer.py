@@ -20,7 +20,7 @@ from kits import documents
 from kits.hub_server import hub
 from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
 
-from flowspec_edge.model.catalogue import find_known
+from flowspec_edge.model.catalogue import find_known_model
 
 FITS = documents.DOCS / "reference" / "plan.md"
 PATIENCE = 1800.0
@@ -57,7 +57,7 @@ def desk(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     tokenizer.write_text(json.dumps({**json.loads(tokenizer.read_text()),
                                      "chat_template": "{{ messages[0].content }}"}))
     tiny_eagle3(source)
-    found = find_known("qwen3-14b")
+    found = find_known_model("qwen3-14b")
     assert found is not None
     known = found[1]
     assert known.small

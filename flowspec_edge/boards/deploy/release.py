@@ -160,12 +160,12 @@ def sharded_model(deployment: Deployment, progress: Callable[[int, int], None] =
     out = deployment.work / "models" / plan.request[:16]
     if (complete := finished(plan, out)) is not None:
         return complete
-    total, done = total_size(plan), 0
+    total, done_bytes = total_size(plan), 0
 
     def written(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(done, total)
+        nonlocal done_bytes
+        done_bytes += count
+        progress(done_bytes, total)
 
     return run(plan, out, written)
 

@@ -26,7 +26,7 @@ from flowspec_edge.boards.probe.checks import Needs
 from flowspec_edge.d0.capacity import cache_rows, tentative_rows
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.catalogue import find_known
+from flowspec_edge.model.catalogue import find_known_model
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS, OWN, head_kinds
 from flowspec_edge.model.manifest import DRAFT, HeadBits, Manifest, ShardDtype, stage_part
 from flowspec_edge.model.opened import OpenModel, resolve_model, shipped_models
@@ -152,9 +152,9 @@ def drafting(cluster: ClusterSettings, model: OpenModel, head: Path | None = Non
 
     None if they draft with nothing that takes memory.
     """
-    whole = _WithHead(model.path, model.quantised, head)
-    kind = draft_kind(strategy_class(cluster.strategy), Params(draft=cluster.draft_kind), whole)
-    directory = whole.draft(kind) if kind and DRAFT_KINDS[kind].directory else None
+    model_with_head = _WithHead(model.path, model.quantised, head)
+    kind = draft_kind(strategy_class(cluster.strategy), Params(draft=cluster.draft_kind), model_with_head)
+    directory = model_with_head.draft(kind) if kind and DRAFT_KINDS[kind].directory else None
     return StoredDraft(DRAFT_KINDS[kind], directory) if kind and directory else None
 
 
@@ -191,8 +191,8 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
         sources = "; ".join(f"{name} from {profiles_used[name][1]}" for name in missing)
         notes += [f"no profile with [memory] for {', '.join(missing)}: ESTIMATED, {sources}; measure with: "
                  f"{MEASURE} {path.name}"]
-    used = {draft.name, *(device.name for device, _ in stages)}
-    turn = choice.turn(draft, stages) if used.isdisjoint(missing) else None  # no warning from estimates
+    used_names = {draft.name, *(device.name for device, _ in stages)}
+    turn = choice.turn(draft, stages) if used_names.isdisjoint(missing) else None  # no warning from estimates
     notes += [f"{device.name}: {why}" for device in inventory.device if device.name in profiles
               and (why := device_mismatch(profiles[device.name], inventory.torch_device(device)))]
     if turn is not None and turn.is_bottleneck:
@@ -205,7 +205,7 @@ def _model(cluster: ClusterSettings, path: Path) -> tuple[OpenModel, Path | None
     if not cluster.model:
         raise UsageError(f'{path}: [cluster] has no model: give a directory, or model = "demo" to try')
     directory = beside(path, cluster.model)
-    is_name = cluster.model in shipped_models() or (find_known(cluster.model) and not directory.is_dir())
+    is_name = cluster.model in shipped_models() or (find_known_model(cluster.model) and not directory.is_dir())
     model = resolve_model(cluster.model if is_name else directory)
     if not cluster.draft or cluster.draft_kind != OWN:
         return model, None
@@ -284,8 +284,8 @@ class _Choice:
                 f"{path}: {home} was cut into {count} stages, and beside {draft.name} the file lists {has} "
                 f"board{'s' if has != 1 else ''} for them: list {count}, cut it again with: flowspec models "
                 f"shard --stages {has}, or give the checkpoint as the model")
-        used, spare = _first(others, count)
-        stages = tuple(zip(used, manifest.ranges, strict=True))
+        used_boards, spare = _first(others, count)
+        stages = tuple(zip(used_boards, manifest.ranges, strict=True))
         for device, layers in stages:
             if device.layers not in (None, layers):
                 raise UsageError(f"{path}: device {device.name}: {home} was cut so that it has layers "
@@ -320,8 +320,8 @@ class _Choice:
     def alike(self) -> _Selection:
         """Choose boards without profiles: in file order, with an even split."""
         draft, others = _in_file_order(self._inventory)
-        used, spare = _first(others, self._model.layers)
-        stages = tuple(zip(used, split_evenly(self._model.layers, len(used)), strict=True))
+        used_boards, spare = _first(others, self._model.layers)
+        stages = tuple(zip(used_boards, split_evenly(self._model.layers, len(used_boards)), strict=True))
         self._check(draft, stages)
         why = f"{self._model.name} has no more than {self._model.layers} layers"
         return draft, stages, tuple((device, why) for device in spare)

@@ -44,12 +44,12 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
         pairs = ", ".join(f"{name} {release}" for name, release in ids.items())
         raise FlowspecError(f"the boards' releases before this one differ ({pairs}): deploy the one that you "
                             "want, with: flowspec deploy up")
-    needed = {board.name: target.public_key for board in status.boards
-              if (target := befores.get(board.name)) and _has_another_key(board)}
-    rotated = [device for device in inventory.device if device.name in needed]
+    required_keys = {board.name: target.public_key for board in status.boards
+                     if (target := befores.get(board.name)) and _has_another_key(board)}
+    rotated = [device for device in inventory.device if device.name in required_keys]
     pythons = {device.name: python_for(inventory, device) for device in rotated}
     board_keys = board_public_keys(inventory, rotated, pythons)
-    if without_key := [name for name, key in needed.items() if key not in board_keys[name]]:
+    if without_key := [name for name, key in required_keys.items() if key not in board_keys[name]]:
         raise FlowspecError(f"{', '.join(without_key)}: the keys were rotated since the release before this one, "
                             "which needs the former ones; deploy what you want with: flowspec deploy up; "
                             "no board was touched")

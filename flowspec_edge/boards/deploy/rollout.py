@@ -182,11 +182,11 @@ class Rollout:
             self._log.add_step(Step(name, "key", name in new_keys), error)
         if self._log.failed:
             return diff
-        facts = {name: replace(there, publics=new_keys[name].publics) if name in new_keys else there
-                 for name, there in self._facts.items()}
+        facts = {name: replace(board_facts, publics=new_keys[name].publics) if name in new_keys else board_facts
+                 for name, board_facts in self._facts.items()}
         before = self._recorded
         if rotate:
-            self._recorded = {name: there.publics[-1] for name, there in facts.items()}
+            self._recorded = {name: board_facts.publics[-1] for name, board_facts in facts.items()}
         diff = self._diff(facts)
         keys.record(self._deployment.keys, {
             board.device.name: board.state.public for board in diff.boards

@@ -152,9 +152,9 @@ def _locked(target: WheelTarget) -> Iterator[Requirement]:
     for line in (resource_dir("deploy") / "boards.txt").read_text().splitlines():
         if line.strip() and not line.startswith("#"):
             need = Requirement(line)
-            holds = need.marker is None or need.marker.evaluate(target.marks())
+            applies = need.marker is None or need.marker.evaluate(target.marks())
             need.marker = None  # pip would evaluate it for this machine
-            if holds and (target.four_bit or need.name != _BITSANDBYTES):
+            if applies and (target.four_bit or need.name != _BITSANDBYTES):
                 yield need
     yield Requirement("pip")
 
@@ -164,14 +164,14 @@ class _House:
         self._wheels: dict[str, list[tuple[Version, int, Path]]] = {}
         order = target.tags()
         # Package indexes accept only manylinux wheels; so a plain linux wheel was built for such a board.
-        built = {tag for tag in order if tag.platform == f"linux_{target.machine}"}
+        local_tags = {tag for tag in order if tag.platform == f"linux_{target.machine}"}
         for path in wheelhouse.glob("*.whl"):
             try:
                 name, version, _, tags = parse_wheel_filename(path.name)
             except InvalidWheelFilename as error:
                 raise UsageError(f"{path}: this is no wheel's name: remove it") from error
             if target.l4t and name == _BITSANDBYTES:
-                tags &= built
+                tags &= local_tags
             if runs := [order[tag] for tag in tags if tag in order]:
                 self._wheels.setdefault(name, []).append((version, -min(runs), path))
 
@@ -190,12 +190,12 @@ def _download(wheelhouse: Path, target: WheelTarget, needs: Iterable[Requirement
         *(part for tag in target.platforms() for part in ("--platform", tag)),
         "--dest", str(wheelhouse), *(str(need) for need in needs))
     # No deadline: a slow connection may need any time, and pip itself gives up on a silent one.
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-        message = (lines[-1] if lines else last_line(done.stderr)).removeprefix("ERROR: ")
+    completed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if completed.returncode:
+        lines = [line for line in completed.stderr.splitlines() if line.startswith("ERROR: ")]
+        message = (lines[-1] if lines else last_line(completed.stderr)).removeprefix("ERROR: ")
         raise FlowspecError(f"pip cannot download the wheels for {target}: "
-                            + (message or ended(done.returncode)))
+                            + (message or ended(completed.returncode)))
 
 
 def _sha256(path: Path) -> str:
@@ -219,9 +219,9 @@ def _build(out: Path) -> Path:
     tree = Path(flowspec_edge.__file__).resolve().parent.parent
     # The wheel is built in another directory and renamed, so that the wheelhouse never has half a wheel.
     with tempfile.TemporaryDirectory(prefix=".wheel-", dir=out) as directory:
-        built = _from_tree(tree, Path(directory)) if (tree / "pyproject.toml").is_file() else \
+        built_wheel = _from_tree(tree, Path(directory)) if (tree / "pyproject.toml").is_file() else \
             _from_installed(Path(directory))
-        wheel = built.replace(out / built.name)
+        wheel = built_wheel.replace(out / built_wheel.name)
     for other in out.glob(f"{_PACKAGE.replace('-', '_')}-*.whl"):
         if other != wheel:
             other.unlink()
@@ -234,11 +234,11 @@ def _from_tree(tree: Path, out: Path) -> Path:
     # No deadline: pip gives up on a silent connection, and it builds this package alone.
     command = module_command("pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps",
                                   *offline, "--wheel-dir", str(out), str(tree))
-    done = subprocess.run(command, env={**os.environ, "SOURCE_DATE_EPOCH": "1580601600"},
-                          stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if done.returncode:
+    completed = subprocess.run(command, env={**os.environ, "SOURCE_DATE_EPOCH": "1580601600"},
+                               stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if completed.returncode:
         raise FlowspecError(f"the wheel of {tree} cannot be built: "
-                            + (last_line(done.stderr) or ended(done.returncode)))
+                            + (last_line(completed.stderr) or ended(completed.returncode)))
     return next(out.glob("*.whl"))
 
 

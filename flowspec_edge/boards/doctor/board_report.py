@@ -100,20 +100,20 @@ def _profile(device: str, options: Sequence[str]) -> Any:
 
     Raise FlowspecError with the last line of the process if it fails.
     """
-    done = subprocess.run(module_command("flowspec_edge", *_PROFILE, device, *options),
-                          stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PROFILE_S,
-                          check=False)
-    if done.returncode:
-        raise FlowspecError(last_line(done.stderr) or f"its process ended: {ended(done.returncode)}")
-    return json.loads(done.stdout)
+    completed = subprocess.run(module_command("flowspec_edge", *_PROFILE, device, *options),
+                               stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PROFILE_S,
+                               check=False)
+    if completed.returncode:
+        raise FlowspecError(last_line(completed.stderr) or f"its process ended: {ended(completed.returncode)}")
+    return json.loads(completed.stdout)
 
 
 def tegrastats(command: Sequence[str] = _TEGRASTATS) -> str:
     """Return the first line that ``tegrastats`` prints; "" where there is none."""
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TEGRASTATS_S,
-                              check=False)
-        output = done.stdout
+        completed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TEGRASTATS_S,
+                                   check=False)
+        output = completed.stdout
     except subprocess.TimeoutExpired as timeout:
         output = timeout.stdout or b""
     except OSError:

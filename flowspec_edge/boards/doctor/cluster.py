@@ -99,7 +99,7 @@ def _check_board(inventory: Inventory, device: DeviceEntry, storage: str | None,
     shaping: str | None = None
 
     def ask() -> BoardFacts:
-        return ask_system(inventory, device, places=[HOME, STATE, *([storage] if storage else [])])
+        return ask_system(inventory, device, directories=[HOME, STATE, *([storage] if storage else [])])
 
     def judged(facts: BoardFacts) -> list[Finding]:
         scope: CheckScope = "installed" if len(release) > 1 else "bare"
@@ -130,14 +130,14 @@ def _by_release(inventory: Inventory, device: DeviceEntry, runner: Runner) -> li
     """Return the findings of the board's own release; without an answer, a single one about the release."""
     python = python_for(inventory, device)
     command = module_command("flowspec_edge.boards.doctor.run", python=python)
-    there = error = ""
+    board_version = error = ""
     computed: list[Finding] = []
     try:
         output = runner.run(["sh", "-c", _RUN_IF_INSTALLED, *command])
         if output or python != PYTHON:
             flowspec, *computed = _FINDINGS.validate_json(output.splitlines()[-1])
-            there = flowspec.found
+            board_version = flowspec.found
     except (FlowspecError, ValueError, TypeError, IndexError) as failure:
         error = str(failure) if isinstance(failure, FlowspecError) else f"{python} is not there, or not a release's"
-    release = ReleaseOnBoard(python, there, version("flowspec-edge"), error)
+    release = ReleaseOnBoard(python, board_version, version("flowspec-edge"), error)
     return [*judge("installed", release), *(replace(finding, remedy=()) for finding in computed)]

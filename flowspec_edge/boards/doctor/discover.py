@@ -151,9 +151,9 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
     discovered = [answer for answer in answers if isinstance(answer, DiscoveredBoard)]
     if len(discovered) < len(answers):
         raise NotFound([answer for answer in answers if isinstance(answer, Finding)], discovered)
-    if same := judge("init", AllBoards({device.name: facts[device.name] for device in inventory.device})):
-        raise FlowspecError("; ".join(f"{problem.board}: {problem.found}" for problem in same)
-                            + f": {'; '.join(dict.fromkeys(problem.advice for problem in same))}")
+    if shared_ids := judge("init", AllBoards({device.name: facts[device.name] for device in inventory.device})):
+        raise FlowspecError("; ".join(f"{problem.board}: {problem.found}" for problem in shared_ids)
+                            + f": {'; '.join(dict.fromkeys(problem.advice for problem in shared_ids))}")
     return with_host_names(discovered)
 
 
@@ -328,8 +328,8 @@ def describe_software(board: DiscoveredBoard) -> str:
         return f"Docker {board.docker}" if board.docker else "no Docker that answers"
     if board.torch is None:
         return "no torch that services could use"
-    sees = "sees the GPU" if board.cuda else "sees no GPU"
-    return f"torch {board.torch}, which {sees}"
+    gpu_text = "sees the GPU" if board.cuda else "sees no GPU"
+    return f"torch {board.torch}, which {gpu_text}"
 
 
 def _most(values: Sequence[str]) -> str:

@@ -38,11 +38,11 @@ def parts_of(deployment: Deployment, available: Mapping[str, int]) -> dict[str, 
     name, python, d0 = deployment.model.name, deployment.cluster.board_python, deployment.draft.name
     turn = (deployment.turn.seconds, deployment.turn.slot) if deployment.turn else None
     parts = {board: BoardPart(name, size, available.get(board), python, turn=turn if board == d0 else None)
-             for board, size in needed(deployment).items()}
+             for board, size in needed_bytes(deployment).items()}
     return parts | {device.name: BoardPart(name, idle=why) for device, why in deployment.unused_boards}
 
 
-def needed(deployment: Deployment) -> dict[str, int]:
+def needed_bytes(deployment: Deployment) -> dict[str, int]:
     """Return the bytes of each board's service: weights, caches, and the process."""
     cluster, model, stages = deployment.cluster, deployment.model, deployment.ranges
     if model.sharded:

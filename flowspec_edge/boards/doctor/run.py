@@ -77,12 +77,12 @@ def _after(finding: Finding, error: str | None, now: Finding | None) -> Finding:
         return replace(finding, fixed=False)
     if error:
         return replace(finding, found=f"{finding.found}; could not be fixed: {error}", fixed=False)
-    done = f"{finding.found}; done: {', then '.join(shlex.join(command) for command in finding.remedy)}"
+    report = f"{finding.found}; done: {', then '.join(shlex.join(command) for command in finding.remedy)}"
     if finding.check in _EFFECTIVE_LATER:
-        return replace(finding, state="ok", found=done, advice=_EFFECTIVE_LATER[finding.check], fixed=True)
+        return replace(finding, state="ok", found=report, advice=_EFFECTIVE_LATER[finding.check], fixed=True)
     if now is None or now.remedy:
-        return replace(finding, found=f"{done}, without effect", fixed=False)
-    return replace(now, found=f"{done}; now: {now.found}", fixed=True)
+        return replace(finding, found=f"{report}, without effect", fixed=False)
+    return replace(now, found=f"{report}; now: {now.found}", fixed=True)
 
 
 def check_release(l4t: str) -> list[Finding]:

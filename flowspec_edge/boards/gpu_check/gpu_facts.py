@@ -168,7 +168,7 @@ def has_kernel(operation: str, key: str) -> bool:
 
 def piece(device: str, mb: int) -> str:
     """Ask for so many MB (10^6 bytes) at once, and return them; what the driver prints meanwhile is the reason."""
-    with _heard() as lines:
+    with _capture_stderr() as lines:
         try:
             buffer = torch.empty(mb * _MB, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
@@ -183,7 +183,7 @@ def piece(device: str, mb: int) -> str:
 
 
 @contextmanager
-def _heard() -> Iterator[list[str]]:
+def _capture_stderr() -> Iterator[list[str]]:
     """Yield the lines that this process, C's libraries too, prints to stderr in the block; filled at its end."""
     lines: list[str] = []
     with tempfile.TemporaryFile() as file:

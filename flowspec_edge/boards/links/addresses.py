@@ -41,8 +41,8 @@ def address_problem(inventory: Inventory, device: DeviceEntry) -> tuple[str, str
     if IPv4Address(address) in IPv4Network(system().usb_network.network):
         return (f"{shown_address}, in the network of the USB device port, where every Jetson has the same address",
                 "give its address on the Ethernet (ip -4 -o addr on the board shows it)")
-    bridge = next((name for name, there in ipv4_addresses().items()
-                   if address in there and is_inside_the_machine(name)), "")
+    bridge = next((name for name, addresses in ipv4_addresses().items()
+                   if address in addresses and is_inside_the_machine(name)), "")
     others = [other for other in _elsewhere(inventory) if other != address]
     if not others or not (bridge or IPv4Address(address).is_loopback):
         return None
@@ -77,7 +77,8 @@ def route_to(address: str) -> tuple[str, str] | None:
         except OSError:
             return None
         local_address = str(probe.getsockname()[0])
-    return next(((local_address, name) for name, there in ipv4_addresses().items() if local_address in there), None)
+    return next(((local_address, name) for name, addresses in ipv4_addresses().items()
+                 if local_address in addresses), None)
 
 
 def _elsewhere(inventory: Inventory) -> list[str]:

@@ -171,10 +171,10 @@ def name_profile(path: Path, board: str, file: Path) -> None:
         return
     new_text = _with_profile(text, board, profile_name)
     try:
-        same = parse_toml(new_text.encode(), path, Inventory) == before.model_copy(update={"device": devices})
+        is_same = parse_toml(new_text.encode(), path, Inventory) == before.model_copy(update={"device": devices})
     except UsageError:
-        same = False
-    if not same:
+        is_same = False
+    if not is_same:
         raise FlowspecError(f"{path}: cannot set the profile of {board}: write profile = \"{profile_name}\" below "
                             "its [[device]]")
     write_atomically(path.resolve(), new_text)

@@ -146,13 +146,13 @@ class MeasuredDraftDevice:
                 [(_, task)] = job.parts
                 self._head.seconds = 0.0
                 c.complete(task)
-                done = clock()
+                end = clock()
                 if self.tokens:
-                    duration = done - middle
+                    duration = end - middle
                     item = (WorkItem("draft", len(task.request.nodes), duration) if isinstance(task, DraftPass)
                             else WorkItem("verify", len(task.output.numbers), duration, self._head.seconds))
                     times.items.append(item)
-                middle = done
+                middle = end
                 self.tokens += c.new_tokens()
             arrived = target.receive()
             for answer in arrived:

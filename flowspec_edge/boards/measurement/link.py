@@ -75,13 +75,13 @@ def measure_hop(width: int, dtype: str, exchanges: int = 200) -> LoopbackHop:
         pipe.send(back.endpoint)
         if not pipe.poll(_BEGIN_S):
             raise FlowspecError("the child process of the loopback measurement does not begin")
-        there = transport.push(pipe.recv(), "echo out")
+        outgoing = transport.push(pipe.recv(), "echo out")
         trips: dict[bool, list[float]] = {False: [], True: []}
         for turn in range(exchanges):
             is_large = turn % _LARGE_EVERY == _LARGE_EVERY - 1
             spin(_ASLEEP_S)
             start = time.perf_counter()
-            there.send(large if is_large else small, _TIMEOUT_S)
+            outgoing.send(large if is_large else small, _TIMEOUT_S)
             _await(transport, back)
             trips[is_large].append(time.perf_counter() - start)
         pipe.send_bytes(b"")
@@ -118,12 +118,12 @@ def _echo(pipe: Connection, width: int, dtype: str) -> None:
     """Answer every message with a small segment until the pipe has data, in a child process."""
     transport = ZmqTransport()
     small = segment(width, dtype)
-    there = transport.pull(_LOOPBACK, "echo in")
+    incoming = transport.pull(_LOOPBACK, "echo in")
     back = transport.push(pipe.recv(), "echo out")
-    pipe.send(there.endpoint)
+    pipe.send(incoming.endpoint)
     while not pipe.poll():
-        transport.wait([there], [], 0.1)
-        while there.receive() is not None:
+        transport.wait([incoming], [], 0.1)
+        while incoming.receive() is not None:
             back.send(small, _TIMEOUT_S)
     transport.close()
 

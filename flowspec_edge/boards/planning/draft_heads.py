@@ -61,8 +61,8 @@ def head_costs(name_or_path: str, profile: Profile) -> list[HeadCost]:
             matrix = matrix_bytes(vocabulary, hidden, _WIDTH, packed_as(bits))
             beside, ranked, _ = ranking_bytes(kind, head, vocabulary, hidden, _WIDTH, bits)
             head_mb = (head_bytes + beside + matrix) / 1e6
-            read = head_bytes + beside - head.looked_up * _WIDTH - head.unread(_WIDTH, packed)
-            pass_ms = (read + ranked) * rate
+            read_bytes = head_bytes + beside - head.looked_up * _WIDTH - head.unread(_WIDTH, packed)
+            pass_ms = (read_bytes + ranked) * rate
             costs.append(HeadCost(name, bits, head_mb, head_mb <= room, pass_ms,
                                   pass_ms * (1 if kind.is_block else DEPTHS)))
     return costs

@@ -79,7 +79,7 @@ def estimated(device: DeviceEntry, torch_device: str) -> tuple[Profile, str]:
         model=ModelShape(layers=32, hidden_width=4096, bytes_per_value=2, layer_mb=_LAYER),
         stage=StageCurve(layers=1, rows=[bound, 2 * bound], ms=[layer, 2 * layer],
                          overhead_ms=0.0 if on_gpu else _CPU_SEGMENT_MS),
-        draft=DraftCost.model_validate({name: read / gb_per_s for name, read in passes.items()}),
+        draft=DraftCost.model_validate({name: gigabytes / gb_per_s for name, gigabytes in passes.items()}),
         lm_head=LmHeadCost(ms=_LM_HEAD / gb_per_s), link=LinkCost(mbps=1000, latency_ms=0.2),
         memory=Memory(total_mb=total, usable_mb=_USABLE * total, process_mb=process, gb_per_s=gb_per_s),
         conditions=Conditions(device="cuda" if on_gpu else "cpu"))

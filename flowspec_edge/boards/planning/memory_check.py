@@ -128,8 +128,8 @@ def memory_error(boards: Sequence[CandidateBoard], problem: SplitProblem, size_i
             f"{size.name} in {size.dtype} with {problem.context} tokens of context does not fit on the "
             f"boards as they are listed. Room beside the process: {_rooms(boards, problem)}. It would with "
             'other layers: let the planner choose, with role = "auto" and without layers')
-    needed = problem.stage(size.layers) + problem.d0
-    text = (f"{size.name} in {size.dtype} with {problem.context} tokens of context needs {_mb(needed)}: "
+    needed_bytes = problem.stage(size.layers) + problem.d0
+    text = (f"{size.name} in {size.dtype} with {problem.context} tokens of context needs {_mb(needed_bytes)}: "
             f"{size.layers} layers of {_mb(size.layer)} and {_mb(problem.layer - size.layer)} of cache, "
             f"{_mb(problem.d0)} on D0")
     if layers_with_room < 0:

@@ -8,7 +8,7 @@ from typing import Literal
 from flowspec_edge.boards.planning.model_parts import HeadShape, ModelParts, PartShape, shipped_parts
 from flowspec_edge.boards.planning.planned_draft import NGRAMS, PlannedDraft, StoredDraft, planned_for
 from flowspec_edge.model.candidates import candidates_for, default_count
-from flowspec_edge.model.catalogue import find_known
+from flowspec_edge.model.catalogue import find_known_model
 from flowspec_edge.model.draft_kind import DraftKind
 from flowspec_edge.model.draft_kinds import PlannedDraftName
 from flowspec_edge.model.expert_counts import correlated
@@ -186,7 +186,7 @@ def usual_heads_of(name_or_path: str) -> tuple[int, int, dict[str, HeadShape]]:
 
 def _catalogue_entry(name_or_path: str) -> tuple[str, ModelParts] | None:
     """Return a model of the catalogue that is not on this machine, with its name; None if it is no such model."""
-    entry = find_known(name_or_path)
+    entry = find_known_model(name_or_path)
     shape = shipped_parts().get(entry[0]) if entry and model_path(name_or_path) is None else None
     return (entry[0], shape) if entry and shape else None
 

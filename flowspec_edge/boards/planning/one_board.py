@@ -105,10 +105,10 @@ def other_programs(boards: Sequence[CandidateBoard], problem: SplitProblem) -> O
     size = problem.size
     in_16_bits = 2.0 if size.kv_cache == "int8" else 2 / size.bytes_per_value
     model_size = size.values * BITS / 8 + problem.context * size.layers * size.kv_row * in_16_bits
-    read = model_size - size.vocabulary * size.hidden_width * BITS / 8  # a token needs a row of the embeddings
+    read_bytes = model_size - size.vocabulary * size.hidden_width * BITS / 8  # a token needs a row of the embeddings
     needs = model_size / 1e6 + ENGINE_MB
     able = [board for board in boards if board.memory.usable_mb >= needs]
-    rates = [(rate * 1e9 / read, board.name) for board in able if (rate := board.memory.gb_per_s)]
+    rates = [(rate * 1e9 / read_bytes, board.name) for board in able if (rate := board.memory.gb_per_s)]
     most, fastest = max(rates, key=lambda pair: pair[0], default=(None, ""))
     needs_text = (f"{needs:,.0f} MB: {BITS} bits a weight, the cache of {problem.context} tokens, one process, "
                   "no draft head")

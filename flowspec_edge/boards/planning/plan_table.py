@@ -86,7 +86,7 @@ def _row(board: CandidateBoard, scaled: Mapping[str, Scaling], role: str | None,
     process_mb = memory.process_mb if role else 0.0
     if role and role.startswith("D0"):
         process_mb += process_memory().d0
-    used = (weights + kv) / 1e6 + process_mb
+    used_mb = (weights + kv) / 1e6 + process_mb
     return BoardRow(board.name, profile.name, profile.provenance, role, layers, weights / 1e6, kv / 1e6,
-                    process_mb, memory.usable_mb, memory.usable_mb - used, stage_ms, why, scaling.note, scaling.basis,
-                    span)
+                    process_mb, memory.usable_mb, memory.usable_mb - used_mb, stage_ms, why, scaling.note,
+                    scaling.basis, span)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.catalogue import find_known
+from flowspec_edge.model.catalogue import find_known_model
 from flowspec_edge.model.draft_kind import DraftKind
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS, EAGLE2, NGRAM, OWN, OWN_LAYERS, PlannedDraftName, head_kinds
 from flowspec_edge.model.families import FAMILIES, UNKNOWN
@@ -66,8 +66,9 @@ class StoredDraft:
 NGRAMS = PlannedDraft(NGRAM, "text")
 
 
-def _choose(draft: PlannedDraftName, here: Collection[str], published: Sequence[tuple[str, str]]) -> PlannedDraft:
-    """Choose the draft of a model that has the kinds ``here``, and for which (kind, repository) are published.
+def _choose(draft: PlannedDraftName, local_drafts: Collection[str], published: Sequence[tuple[str, str]]
+            ) -> PlannedDraft:
+    """Choose the draft of a model that has the kinds ``local_drafts``, and for which (kind, repository) are published.
 
     Heads come first, as when a model is run: an MTP layer drafts only if it is named.
     """
@@ -75,7 +76,7 @@ def _choose(draft: PlannedDraftName, here: Collection[str], published: Sequence[
     if requested_kind == NGRAM:
         return NGRAMS
     for kinds in ((requested_kind,),) if requested_kind else (head_kinds(), OWN_LAYERS):
-        if kind := next((kind for kind in kinds if kind.name in here), None):
+        if kind := next((kind for kind in kinds if kind.name in local_drafts), None):
             return PlannedDraft(kind, "here")
         names = {kind.name for kind in kinds}
         if head := next(((kind, name) for kind, name in published if kind in names), None):
@@ -85,18 +86,19 @@ def _choose(draft: PlannedDraftName, here: Collection[str], published: Sequence[
     return PlannedDraft(requested_kind or EAGLE2, "untrained")
 
 
-def planned_for(name_or_path: str, draft: PlannedDraftName, here: Collection[str], family: str,
+def planned_for(name_or_path: str, draft: PlannedDraftName, local_drafts: Collection[str], family: str,
                 model: OpenModel | None = None, from_weights: bool = False) -> PlannedDraft:
-    """Return the draft of a model of ``family`` that has draft models of the kinds ``here``.
+    """Return the draft of a model of ``family`` that has draft models of the kinds ``local_drafts``.
 
     Raise UsageError without the MTP layer that is wanted: a ``model`` whose weights are here must have it.
     """
-    entry = find_known(name_or_path)
+    entry = find_known_model(name_or_path)
     kind = DRAFT_KINDS.get(draft)
-    if kind and kind.in_target and kind.name not in here and (
+    if kind and kind.in_target and kind.name not in local_drafts and (
             from_weights or kind not in FAMILIES.get(family, UNKNOWN).draft_layers):
         raise UsageError(missing_own_layer(kind, model, family))
-    return _choose(draft, here, [(head.kind or "", head.repository) for head in entry[1].runnable] if entry else [])
+    published = [(head.kind or "", head.repository) for head in entry[1].runnable] if entry else []
+    return _choose(draft, local_drafts, published)
 
 
 def level_seconds(d0: Profile, kind: DraftKind, nodes: int) -> float:

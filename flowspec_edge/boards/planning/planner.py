@@ -395,8 +395,8 @@ def _least_latency(d0: _Table, others: Sequence[_Table], layers: int, limit: int
     the last one the maximum.
     """
     ordered = sorted(others, key=lambda t: t.port)
-    ways = np.full((2, layers + 1), _NEVER, dtype=np.int64)
-    ways[0, 0] = (d0.lm_head + d0.port) * _COUNT + 1
+    least_costs = np.full((2, layers + 1), _NEVER, dtype=np.int64)
+    least_costs[0, 0] = (d0.lm_head + d0.port) * _COUNT + 1
     steps: list[tuple[Int64, NDArray[np.bool_]]] = []
     layers_placed = np.arange(layers + 1)
     for table in ordered:
@@ -407,25 +407,25 @@ def _least_latency(d0: _Table, others: Sequence[_Table], layers: int, limit: int
         v1 = max(table.latency, d0.latency) - ends
         step = (table.stage[counts] + table.port) * _COUNT + 1
         step = step - (before == 0) * min(table.port, d0.port) * _COUNT + (layers_placed == layers) * ends * _COUNT
-        possible = (before >= 0) & (ways[:, before] < _NEVER) & (counts <= most)
-        as_later = np.where(possible, ways[:, before] + step, _NEVER)
+        possible = (before >= 0) & (least_costs[:, before] < _NEVER) & (counts <= most)
+        as_later = np.where(possible, least_costs[:, before] + step, _NEVER)
         as_first = np.where(as_later[0] < _NEVER, as_later[0] + v1 * _COUNT, _NEVER)
         is_first = as_first < as_later[1]
         options = np.stack((as_later[0], np.minimum(as_later[1], as_first)))
         k = options.argmin(axis=1)
         least = np.take_along_axis(options, k[:, None], axis=1)[:, 0]
-        better = least < ways
+        better = least < least_costs
         flags = np.zeros((2, layers + 1), dtype=bool)
         flags[1] = is_first[k[1], layers_placed]
         steps.append((np.where(better, k + 1, 0), flags))  # layers: 0 where the board is not used
-        ways = np.where(better, least, ways)
+        least_costs = np.where(better, least, least_costs)
     stages, flag, remaining = [], 1, layers
     for table, (layer_counts, flags) in zip(reversed(ordered), reversed(steps), strict=True):
         if count := int(layer_counts[flag, remaining]):
             as_v1 = bool(flags[flag, remaining])
             stages.append((table, count, as_v1))
             flag, remaining = flag - as_v1, remaining - count
-    return int(ways[1, layers]), stages
+    return int(least_costs[1, layers]), stages
 
 
 def _in_order(d0: _Table, stages: list[tuple[_Table, int, bool]]) -> list[tuple[_Table, int]]:

@@ -31,7 +31,7 @@ from flowspec_edge.boards.planning.model_parts import (
 from flowspec_edge.boards.planning.planned_draft import PlannedDraft, StoredDraft, planned_for
 from flowspec_edge.drafting.format import head_format_of
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name, known_models
+from flowspec_edge.model.catalogue import download_config, find_known_model, is_repository_name, known_models
 from flowspec_edge.model.config import parse_config
 from flowspec_edge.model.decoder_config import DecoderConfig, decoder_config
 from flowspec_edge.model.draft_kind import DraftKind
@@ -63,7 +63,7 @@ def read_model(name_or_path: str, packed: bool, draft: PlannedDraftName, using: 
     packed  whether the layers' matrices are planned in 4 bits: those of a GGUF file keep their blocks then
     """
     location = _locate(name_or_path)
-    name, target, here, config = location.name, location.target, location.drafts, location.decoder
+    name, target, local_drafts, config = location.name, location.target, location.drafts, location.decoder
     if importer(location.fields) is not None:
         raise UsageError(f"{name} is a quantised checkpoint: give the 16 bit one, and --dtype int4")
     core = _decoder(config)
@@ -71,8 +71,8 @@ def read_model(name_or_path: str, packed: bool, draft: PlannedDraftName, using: 
     if target and from_weights:
         _check(target, config, core)
     planned = PlannedDraft(using.kind, "here") if using else planned_for(
-        name_or_path, draft, here, config.model_type, OpenModel(target) if target else None, from_weights)
-    directory = using.directory if using else here.get(planned.kind.name)
+        name_or_path, draft, local_drafts, config.model_type, OpenModel(target) if target else None, from_weights)
+    directory = using.directory if using else local_drafts.get(planned.kind.name)
     drafts = {} if planned.by_ngrams else {planned.kind.name: _draft_shape(config, planned.kind, directory)}
     repack = gguf_importer(Checkpoint(target).gguf) if target and from_weights and packed else None
     return name, planned, _shape(config, core, drafts, repack, from_weights)
@@ -115,7 +115,7 @@ def _locate(name_or_path: str) -> _Located:
     local = Path(name_or_path)
     if path is None and local.name == "config.json" and local.is_file():
         path = local.parent
-    if path is None and (catalogue_entry := find_known(name_or_path)):
+    if path is None and (catalogue_entry := find_known_model(name_or_path)):
         name, entry = catalogue_entry
         origin = f"the catalogue's {name}"
         return _Located(name, None, {}, entry.config, decoder_config(entry.config, origin),
@@ -128,9 +128,9 @@ def _locate(name_or_path: str) -> _Located:
     if model.sharded:
         raise UsageError(f"{model.path} is sharded already: give the checkpoint that it was made from, or "
                          f"see the sizes of its parts with: flowspec models inspect {model.path}")
-    here = {kind.name: path for kind in (*head_kinds(), *OWN_LAYERS) if (path := model.draft(kind.name))}
+    local_drafts = {kind.name: path for kind in (*head_kinds(), *OWN_LAYERS) if (path := model.draft(kind.name))}
     decoder = model.decoder  # first: it says what else a directory without a configuration is
-    return _Located(model.name, model.target, here, model.config, decoder, lambda: model.parsed_config)
+    return _Located(model.name, model.target, local_drafts, model.config, decoder, lambda: model.parsed_config)
 
 
 @lru_cache(maxsize=1)  # a plan asks for one model over and over; with 512 experts a layer it takes seconds

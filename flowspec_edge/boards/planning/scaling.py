@@ -64,8 +64,8 @@ def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
 
 def _with_attention(curve: StageCurve, profile: Profile, size: ModelBytes) -> StageCurve:
     """Return ``curve`` with the time that a thousand cached tokens add."""
-    read = round(size.kv_row * (1 - size.windowed))  # a window's time does not grow with the text
-    reading = curve.layers * 1e3 * cache_seconds(profile, read, 1000)
+    read_bytes = round(size.kv_row * (1 - size.windowed))  # a window's time does not grow with the text
+    reading = curve.layers * 1e3 * cache_seconds(profile, read_bytes, 1000)
     if not reading:
         return curve
     # Queries times keys, and weights times values.

@@ -34,14 +34,14 @@ class Throughput:
     _turns: dict[str, tuple[float, float]] = field(default_factory=dict)  # (a turn, a pass) by D0
 
     def __call__(self, d0: CandidateBoard, slowest: float, latency: float) -> float:
-        d0_turn, pass_s = self._of(d0)
+        d0_turn, pass_s = self._turn_and_pass(d0)
         turn = max(slowest, d0_turn)
         round_trip = max(latency, turn * self.at_once)
         depth = round_trip / turn / self.at_once
         passes = round_trip / pass_s / self.at_once if pass_s else np.inf
         return self.at_once * tokens(self.problem.size.planned.by_ngrams, depth, passes) / round_trip
 
-    def _of(self, d0: CandidateBoard) -> tuple[float, float]:
+    def _turn_and_pass(self, d0: CandidateBoard) -> tuple[float, float]:
         if d0.name not in self._turns:
             problem = self.problem
             turn = draft_turn(at_context(d0.profile, problem.size, problem.context), 1.0, problem.rows,

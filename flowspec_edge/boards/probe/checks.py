@@ -212,8 +212,8 @@ def _torch(subject: Subject) -> Iterator[Finding]:
                                 subject.needs.dtype, busy=system.memory.held > 0))
     if all(finding.check != "torch" for finding in findings):
         capability = ".".join(map(str, torch.cuda or ()))
-        sees = f"sees the GPU (compute capability {capability})" if capability else "sees no GPU"
-        yield Finding("torch", "ok", f"{torch.version}, which {sees}, {torch.file}")
+        gpu_text = f"sees the GPU (compute capability {capability})" if capability else "sees no GPU"
+        yield Finding("torch", "ok", f"{torch.version}, which {gpu_text}, {torch.file}")
     yield from findings
 
 
@@ -290,19 +290,19 @@ def _enough_room(space: Room) -> Iterator[Finding]:
                           "see dmesg; sudo mount -o remount,rw, once the disk is sound")
     needed_bytes = {space.root: space.root_bytes, HOME: space.home_bytes, STATE: space.state_bytes}
     for paths in on.values():
-        needed, free = sum(needed_bytes.get(path, 0) for path in paths), disks[paths[0]].free
-        if needed > free:
-            places = f"{' and '.join(paths)} need{'s' if len(paths) == 1 else ''}"
-            yield Finding("disk", "failed", f"{places} {_gb(needed)}, {_gb(free)} are free",
+        needed_sum, free = sum(needed_bytes.get(path, 0) for path in paths), disks[paths[0]].free
+        if needed_sum > free:
+            need_text = f"{' and '.join(paths)} need{'s' if len(paths) == 1 else ''}"
+            yield Finding("disk", "failed", f"{need_text} {_gb(needed_sum)}, {_gb(free)} are free",
                           "make room, or mount a larger disk there")
 
 
 def _memory(subject: Subject) -> Iterator[Finding]:
-    memory, needed = subject.system.memory, subject.needs.memory_bytes
+    memory, needed_memory = subject.system.memory, subject.needs.memory_bytes
     free = memory.available + memory.held
-    if needed > free:
+    if needed_memory > free:
         service_part = f", with the {_gb(memory.held)} of the service that runs" if memory.held else ""
-        yield Finding("memory", "failed", f"{_gb(needed)} are needed, {_gb(free)} of {_gb(memory.total)} are "
+        yield Finding("memory", "failed", f"{_gb(needed_memory)} are needed, {_gb(free)} of {_gb(memory.total)} are "
                                           f"available{service_part}",
                       "give it fewer layers, or all a shorter context or int4, or end what else runs "
                       "there (a desktop: sudo systemctl set-default multi-user.target)")
@@ -415,7 +415,7 @@ CHECKS: tuple[Check[Any], ...] = (
     Check("disk", Subject, "failed", _DOCTOR,
           lambda subject: [rules.free_disk(subject.system.disks, subject.storage, subject.absent)]),
     Check("time", Subject, "warning", _DOCTOR, lambda subject: [rules.time_service(subject.system)]),
-    Check("groups", Subject, "failed", ("here",), lambda subject: rules.own_groups(subject.system)),
+    Check("groups", Subject, "failed", ("here",), lambda subject: rules.process_groups(subject.system)),
     Check("groups", Subject, "failed", _BOARDS, lambda subject: rules.service_groups(subject.system)),
     Check("network", Subject, "failed", _BOARDS,
           lambda subject: [rules.network(subject.system, subject.address, subject.interface, subject.wrong)]),

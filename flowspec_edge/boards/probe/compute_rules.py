@@ -237,7 +237,7 @@ def pieces(device: ComputeDevice) -> list[Computation]:
 
 def largest_piece(device: ComputeDevice) -> Iterator[Finding]:
     """Report the largest of the pieces that the device gave."""
-    needed = l4t_system().large_pieces.needed_mb
+    needed_mb = l4t_system().large_pieces.needed_mb
     if device.available is None:
         return
     allocations = [device.results[str(mb)] for mb in _halves(device.available)]
@@ -248,7 +248,7 @@ def largest_piece(device: ComputeDevice) -> Iterator[Finding]:
     first_allowed = next((index for index, result in enumerate(allocations) if not result.fault), len(allocations))
     refused = allocations[first_allowed - 1].fault if first_allowed else ""
     if first_allowed == len(allocations):
-        yield Finding("largest piece", "failed", f"not even {needed} MB at once, which models need: {refused}")
+        yield Finding("largest piece", "failed", f"not even {needed_mb} MB at once, which models need: {refused}")
         return
     beyond = f"; {int(allocations[first_allowed - 1].name):,} MB: {refused}" if first_allowed else ", all that is free"
     yield Finding("largest piece", "ok", f"{int(allocations[first_allowed].name):,} MB at once{beyond}")
@@ -256,10 +256,10 @@ def largest_piece(device: ComputeDevice) -> Iterator[Finding]:
 
 def _halves(available: int) -> list[int]:
     """Return ``available`` bytes in MB, its halves, and what models need; none if there is less than that."""
-    needed = l4t_system().large_pieces.needed_mb
-    if available < needed * _MB:
+    needed_mb = l4t_system().large_pieces.needed_mb
+    if available < needed_mb * _MB:
         return []
-    return [*takewhile(lambda mb: mb > needed, (available // _MB >> times for times in range(64))), needed]
+    return [*takewhile(lambda mb: mb > needed_mb, (available // _MB >> times for times in range(64))), needed_mb]
 
 
 def refusing_release(device: ComputeDevice) -> Iterator[Finding]:

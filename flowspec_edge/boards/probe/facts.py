@@ -191,10 +191,11 @@ class BoardStatus:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields of ``deploy status --json``, which are stable."""
-        here = self.current
-        return {"name": self.name, "role": here.role if here else None, "stage": here.stage if here else None,
-                "reachable": not self.error, "release": here.id if here else None,
-                "previous": self.previous.id if self.previous else None, "unit": here.unit if here else None,
+        release = self.current
+        return {"name": self.name, "role": release.role if release else None,
+                "stage": release.stage if release else None,
+                "reachable": not self.error, "release": release.id if release else None,
+                "previous": self.previous.id if self.previous else None, "unit": release.unit if release else None,
                 "state": self.state, "since": self.since, "restarts": self.restarts, "status": self.status,
                 "watts": self.watts,
                 "error": self.error or self.said}
@@ -254,14 +255,14 @@ _FACTS = TypeAdapter(BoardFacts)
 
 
 def ask_system(inventory: Inventory, device: DeviceEntry, ports: Collection[int] = (),
-               places: Sequence[str] = (HOME, STATE)) -> BoardFacts:
+               directories: Sequence[str] = (HOME, STATE)) -> BoardFacts:
     """Ask a board for its system.
 
-    places  directories that will be written to
-    ports   that will be listened on
+    directories  that will be written to
+    ports        that will be listened on
     """
     in_image = inventory.cluster.in_image
-    return _ask(inventory, device, "system", address=resolve(device), paths=list(places), ports=sorted(ports),
+    return _ask(inventory, device, "system", address=resolve(device), paths=list(directories), ports=sorted(ports),
                 torch_check=None if in_image else torch_check_program(inventory.torch_device(device)))
 
 

@@ -15,14 +15,14 @@ _DIFFERENT = "the boards have different releases: flowspec deploy up brings all 
 class ReleaseOnBoard:
     """The release that a board's python has.
 
-    there  its version; "" before the first `flowspec deploy up`
-    here   this machine's
-    error  why the board's does not answer; "" if it does
+    board_version  its version; "" before the first `flowspec deploy up`
+    local_version  this machine's
+    error          why the board's does not answer; "" if it does
     """
 
     python: str
-    there: str
-    here: str
+    board_version: str
+    local_version: str
     error: str = ""
 
 
@@ -52,12 +52,12 @@ def release(on_board: ReleaseOnBoard) -> Finding:
     if on_board.error:
         return Finding("flowspec", "failed", on_board.error,
                        f"install this release there, so that {on_board.python} has it")
-    if not on_board.there:
+    if not on_board.board_version:
         return Finding("flowspec", "ok", "not installed yet; flowspec deploy up installs it")
-    if on_board.there != on_board.here:
-        return Finding("flowspec", "failed", f"{on_board.there}, here {on_board.here}",
+    if on_board.board_version != on_board.local_version:
+        return Finding("flowspec", "failed", f"{on_board.board_version}, here {on_board.local_version}",
                        "install the same release on all boards")
-    return Finding("flowspec", "ok", on_board.there)
+    return Finding("flowspec", "ok", on_board.board_version)
 
 
 def model(part: BoardPart) -> Finding:

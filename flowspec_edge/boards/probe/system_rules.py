@@ -99,11 +99,11 @@ def free_disk(disks: Mapping[str, DiskFacts], storage: str, absent: str) -> Find
     """Judge the fullest file system that will be written to; ``absent``: a directory that was named, and is none."""
     if absent:
         return Finding("disk", "failed", f"{absent}: No such directory", "name a directory that exists")
-    used = {path: disk for path, disk in disks.items() if path == storage or not storage}
-    if not used:
+    checked_disks = {path: disk for path, disk in disks.items() if path == storage or not storage}
+    if not checked_disks:
         return Finding("disk", "unknown", "the board does not say")
-    fullest = min(used.values(), key=lambda disk: disk.free)
-    paths = " and ".join(path for path, disk in used.items() if disk.device == fullest.device)
+    fullest = min(checked_disks.values(), key=lambda disk: disk.free)
+    paths = " and ".join(path for path, disk in checked_disks.items() if disk.device == fullest.device)
     free_space = f"{fullest.free / _GIGA:.0f} GB free at {paths}"
     if fullest.free / _GIGA < _MIN_DISK_GB:
         return Finding("disk", "warning", free_space,
@@ -127,19 +127,19 @@ def time_service(facts: SystemFacts) -> Finding:
     return Finding("time", "ok", "synchronised by NTP")
 
 
-def own_groups(facts: SystemFacts) -> Iterator[Finding]:
+def process_groups(facts: SystemFacts) -> Iterator[Finding]:
     """Judge whether this process may use a Jetson's GPU."""
     if not l4t_of(facts):
         return
-    there = {name: int(gid) for name, gid, _ in _groups(facts) if name in GPU_GROUPS and gid.isdigit()}
-    missing = [name for name, gid in there.items() if gid not in {os.getgid(), *os.getgroups()}]
+    group_ids = {name: int(gid) for name, gid, _ in _groups(facts) if name in GPU_GROUPS and gid.isdigit()}
+    missing = [name for name, gid in group_ids.items() if gid not in {os.getgid(), *os.getgroups()}]
     if missing and os.geteuid() != 0:
         user = pwd.getpwuid(os.geteuid()).pw_name
         yield Finding("groups", "failed", f"this user is not in {' and '.join(missing)}",
                       f"sudo usermod -aG {','.join(missing)} $USER, then log in again",
                       remedy=(("usermod", "-aG", ",".join(missing), user),))
     else:
-        yield Finding("groups", "ok", _existing(list(there)))
+        yield Finding("groups", "ok", _existing(list(group_ids)))
 
 
 def service_groups(facts: SystemFacts) -> Iterator[Finding]:
@@ -147,17 +147,17 @@ def service_groups(facts: SystemFacts) -> Iterator[Finding]:
     if not l4t_of(facts):
         return
     members = {name: users.split(",") for name, _, users in _groups(facts)}
-    there = [group for group in GPU_GROUPS if group in members]
-    missing = [group for group in there if USER not in members[group]]
+    groups = [group for group in GPU_GROUPS if group in members]
+    missing = [group for group in groups if USER not in members[group]]
     if USER not in members:
         yield Finding("groups", "ok",
-                      f"{_existing(there)}; flowspec deploy up makes its user {USER} a member")
+                      f"{_existing(groups)}; flowspec deploy up makes its user {USER} a member")
     elif missing:
         yield Finding("groups", "failed", f"the user {USER} is not in {' and '.join(missing)}",
                       f"sudo usermod -aG {','.join(missing)} {USER}, then flowspec deploy restart",
                       remedy=(("usermod", "-aG", ",".join(missing), USER),))
     else:
-        yield Finding("groups", "ok", _existing(there))
+        yield Finding("groups", "ok", _existing(groups))
 
 
 def _groups(facts: SystemFacts) -> list[tuple[str, str, str]]:

@@ -160,8 +160,8 @@ def ask(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[s
 
 def key_command(python: str, action: KeyAction, path: str, public: str = "") -> list[str]:
     """Return the command that runs ``board_key`` with a board's interpreter; ``public``: of the pair to keep."""
-    which = [f"--public={public}"] if public else []  # in one word: a key may begin with a hyphen
-    return module_command("flowspec_edge.boards.services.board_key", action, path, *which, python=python)
+    key_arguments = [f"--public={public}"] if public else []  # in one word: a key may begin with a hyphen
+    return module_command("flowspec_edge.boards.services.board_key", action, path, *key_arguments, python=python)
 
 
 def _file(directory: Path, name: str) -> Path:

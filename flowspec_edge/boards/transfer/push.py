@@ -189,9 +189,9 @@ class _Connection:
         """
         try:
             with source.open("rb") as stream:
-                there = os.fstat(stream.fileno()).st_size
-                if there != file.size:
-                    raise FlowspecError(f"{source} has {there} bytes, and its manifest says {file.size}: "
+                size = os.fstat(stream.fileno()).st_size
+                if size != file.size:
+                    raise FlowspecError(f"{source} has {size} bytes, and its manifest says {file.size}: "
                                         "shard the model again")
                 self._send("put", path=file.path, offset=offset)
                 while offset < file.size:

@@ -100,10 +100,10 @@ class Store:
 
     def free(self) -> int:
         """Return the bytes that an ordinary user may still write below ``root``."""
-        there = self.root
-        while not there.is_dir():
-            there = there.parent
-        return shutil.disk_usage(there).free
+        ancestor = self.root
+        while not ancestor.is_dir():
+            ancestor = ancestor.parent
+        return shutil.disk_usage(ancestor).free
 
     def _complete(self, file: File) -> bool:
         if self.is_verified(file):

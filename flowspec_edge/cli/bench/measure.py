@@ -79,7 +79,7 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
     Return a Sweep along ``request.axis``, or a BenchReport without an axis.
     """
     names = parse_strategies(request.strategies if options.strategies is None else options.strategies)
-    every = options.strategies is not None and options.strategies.strip() == "all"
+    is_all = options.strategies is not None and options.strategies.strip() == "all"
     subject = subject_of(options)
     clock = request.clock(options)
     profile = None if request.axis and request.axis.name == "stages" else clock.profile
@@ -105,7 +105,7 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
         inventory = load_inventory(request.cluster)
         options = replace(options, stages=len(inventory.verify), device="cpu")
     omissions: list[str] = []  # for each strategy that "all" names and that cannot run here, the reason
-    if clock.clock == "wall" and (options.strategies is None or every):
+    if clock.clock == "wall" and (options.strategies is None or is_all):
         from flowspec_edge.strategies.registry import groups
 
         if virtual := groups(names):
@@ -121,7 +121,7 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
             try:
                 subject.require([name], at_value, clock.clock, stages)
             except UsageError as error:
-                if not every or len(names) == 1:
+                if not is_all or len(names) == 1:
                     raise
                 names.remove(name)
                 omissions.append(f"{name} is left out: {error}")

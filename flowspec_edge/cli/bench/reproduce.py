@@ -110,23 +110,23 @@ def reproduce(
     subject = subject_of(options)
     # Before anything runs.
     artefacts = _possible(artefacts, subject, leaves_out="all" in names and recording is not None)
-    needed = {measurement.name: measurement for artefact in artefacts for measurement in artefact.measurements}
+    measurements = {measurement.name: measurement for artefact in artefacts for measurement in artefact.measurements}
     folder = out / "measured"
-    for name in () if resume else needed:
+    for name in () if resume else measurements:
         if (folder / f"{name}.json").exists():
             raise UsageError(f"{folder / f'{name}.json'} is there already: keep its figures and measure the missing "
                              "ones with --resume, or give another --out DIR")
     make_directory(folder, "--out")
     check_figure(out / "figure.svg")
-    done: dict[str, Measured] = {}  # tables that share a measurement share its figures
+    measured: dict[str, Measured] = {}  # tables that share a measurement share its figures
     differences: list[str] = []
     objects = []
     for artefact in artefacts:
         for measurement in artefact.measurements:
-            if measurement.name not in done:
+            if measurement.name not in measured:
                 file_options = replace(options, out=folder / f"{measurement.name}.json", resume=resume)
-                done[measurement.name] = _measured(measurement, file_options, Sampling(seed=seed))
-        results = [done[measurement.name] for measurement in artefact.measurements]
+                measured[measurement.name] = _measured(measurement, file_options, Sampling(seed=seed))
+        results = [measured[measurement.name] for measurement in artefact.measurements]
         document = document_of(artefact, results, _command(artefact, options, seed))
         paths: list[Path] = []
         saved(out, lambda: paths.extend(write_all(artefact, results, document, out)))  # noqa: B023 - called here

@@ -117,7 +117,7 @@ def profile(
                           str(date.today()))
     with _bar() as report:
         measured = measure_profile(wish, QUICK if quick else Effort(), report)
-    written = out is not None and saved(out, partial(write_output, out, render(measured.profile)))
+    is_written = out is not None and saved(out, partial(write_output, out, render(measured.profile)))
     if as_json:
         print(measured.profile.model_dump_json(indent=2))
         return
@@ -126,7 +126,7 @@ def profile(
     middle = sorted(map(abs, measured.relative_errors))[len(measured.relative_errors) // 2]
     print(f"\nThe stage's curve is off by {middle:.0%} in the middle of the cases measured, "
           f"by {worst:.0%} in the worst.")
-    if written:
+    if is_written:
         print(f"Written to {out}; use it with --profile {out}")
 
 
@@ -254,12 +254,12 @@ def kernels(
         torch.set_num_threads(threads)
     report = measure_kernels(_torch_device(device), (sides[0], sides[1]), counts, dtype)
     text = json.dumps(report.as_json(), indent=2) + "\n"
-    written = out is not None and saved(out, partial(write_output, out, text))
+    is_written = out is not None and saved(out, partial(write_output, out, text))
     if as_json:
         print(text, end="")
         return
     _show_kernels(report)
-    if written:
+    if is_written:
         print(f"Written to {out}")
 
 
@@ -314,7 +314,7 @@ def _rows(profile: Profile) -> list[tuple[str, str]]:
         ("model", f"{p.model.layers} layers, width {p.model.hidden_width}, {p.model.bytes_per_value} bytes a "
                   "value" + (f", {p.model.layer_mb:g} MB a layer" if p.model.layer_mb else "")),
         ("in every segment", f"{p.stage.overhead_ms:g} ms, whatever the layers"),
-        ("draft pass", ", ".join(f"{words} {getattr(p.draft, name):g} ms" for name, words in pass_titles().items()
+        ("draft pass", ", ".join(f"{title} {getattr(p.draft, name):g} ms" for name, title in pass_titles().items()
                                  if hasattr(p.draft, name))
                        + _more(p.draft.row_ms, "node")),
         ("lm_head", f"{p.lm_head.ms:g} ms" + _more(p.lm_head.row_ms, "row")),

@@ -178,10 +178,10 @@ def _show_gpu(report: GpuReport) -> None:
     from rich.markup import escape
 
     console = Console(highlight=False)
-    built = f", CUDA {torch.version.cuda}" if torch.version.cuda else ""
+    cuda_text = f", CUDA {torch.version.cuda}" if torch.version.cuda else ""
     capability = f", compute capability {'.'.join(map(str, report.capability))}" if report.capability else ""
     rows = [(group, check) for group, checks in report.checks.items() for check in checks]
-    console.print(_table(f"[bold]{escape(report.name)}[/bold]{capability}; torch {torch.__version__}{built}", rows,
+    console.print(_table(f"[bold]{escape(report.name)}[/bold]{capability}; torch {torch.__version__}{cuda_text}", rows,
                          computed=True))
     console.print(
         f"\n{report.failed} of {len(rows)} checks failed on {report.device}: models would be computed wrongly, "

@@ -9,7 +9,7 @@ from pathlib import Path
 from flowspec_edge.boards.inventory import ClusterSettings, load_inventory
 from flowspec_edge.boards.planning.board_spec import is_cluster
 from flowspec_edge.cli.boards.plan_output import PlanReport
-from flowspec_edge.model.catalogue import find_known, is_repository_name
+from flowspec_edge.model.catalogue import find_known_model, is_repository_name
 from flowspec_edge.model.draft_kinds import OWN, head_kinds
 from flowspec_edge.model.opened import is_here, shipped_models
 from flowspec_edge.stage.quant.sizes import default_head_bits
@@ -50,7 +50,7 @@ def _hosts(count: int) -> list[str]:
 
 def _at_hand(report: PlanReport, model: str) -> tuple[list[str], str]:
     """Return the commands that bring the model here, and its name or directory afterwards."""
-    entry, planned = find_known(model), report.size.planned
+    entry, planned = find_known_model(model), report.size.planned
     if model in shipped_models():
         return [], model
     if entry and not is_here(model):

@@ -351,10 +351,10 @@ class Runs:
     @property
     def steps(self) -> int:
         """Return the maximum number of runs of a request."""
-        every = (self._cases.main, *self._cases.others)
-        count = sum(len(self._shortlist(case)) + len(predictions.ALONE) * bool(case.alone) for case in every)
+        cases = (self._cases.main, *self._cases.others)
+        count = sum(len(self._shortlist(case)) + len(predictions.ALONE) * bool(case.alone) for case in cases)
         return count + max((len(self._names) * (1 + self._tokens(case).calibrates) - 1
-                            for case in every if case.plans), default=0) + self._steps_beside()
+                            for case in cases if case.plans), default=0) + self._steps_beside()
 
     def _steps_beside(self) -> int:
         """Return the steps for the requests beside the main case, in runs of its own requests, rounded up."""
@@ -369,8 +369,8 @@ class Runs:
         """Have a process for each core simulate, within the block, what recordings simulate."""
         tokens = [self._tokens(case) for case in (self._cases.main, *self._cases.others)]
         beside = [case_tokens.beside for case_tokens in tokens if case_tokens.beside]
-        every = [case_tokens.source for case_tokens in (*tokens, *beside)]
-        recordings = [source for source in every if isinstance(source, Recording)]
+        sources = [case_tokens.source for case_tokens in (*tokens, *beside)]
+        recordings = [source for source in sources if isinstance(source, Recording)]
         if not recordings or cores() == 1:
             yield
             return
@@ -379,7 +379,7 @@ class Runs:
         self._workers = None
 
     def __call__(self, members: Sequence[BoardSpec], advance: predictions.Advance) -> PlanReport:
-        lead, every, workers = self._lead, [self._cases.main, *self._cases.others], self._workers
+        lead, cases, workers = self._lead, [self._cases.main, *self._cases.others], self._workers
 
         def run_of(case: Case) -> tuple[Path | Recording, Sequence[Request], predictions.Advance]:
             tokens = self._tokens(case)
@@ -394,9 +394,9 @@ class Runs:
         runs_of_cases = [_Runs([(plan, led(case, plan)) for plan in self._shortlist(case)],
                                predictions.predict_alone(case.alone, case.problem, *run_of(case), workers=workers)
                                if case.alone else [])
-                         for case in every]
-        case, why = self._cases.choose(lambda case: runs_of_cases[_index_of(every, case)].best)
-        case_runs, run = runs_of_cases[_index_of(every, case)], run_of(case)
+                         for case in cases]
+        case, why = self._cases.choose(lambda case: runs_of_cases[_index_of(cases, case)].best)
+        case_runs, run = runs_of_cases[_index_of(cases, case)], run_of(case)
         best_plan, first = case_runs.split or (None, None)
         report = case.report(best_plan, members)
         if best_plan and first:
@@ -421,7 +421,7 @@ class Runs:
         if case.alone:
             boards = len(best_plan.stages) + 1 if best_plan else 1
             report.alone = predictions.compare(case.alone, case.problem, case_runs.alone, boards, report.predictions)
-        for other, runs in zip(every, runs_of_cases, strict=True):
+        for other, runs in zip(cases, runs_of_cases, strict=True):
             report.alternatives += [other.alternative(plan, p.strategy, p.tokens_per_second)
                                     for plan, p in runs.leads]
             if runs.alone:

@@ -25,7 +25,7 @@ from flowspec_edge.lab.bench.tables import first_token_table, frame
 from flowspec_edge.lab.bench.tables import show as show_whole
 from flowspec_edge.lab.first_token import FirstToken
 from flowspec_edge.lab.predictions import Prediction
-from flowspec_edge.model.catalogue import find_known
+from flowspec_edge.model.catalogue import find_known_model
 from flowspec_edge.strategies.draft_choice import draft_label
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
@@ -144,8 +144,8 @@ class PlanReport:
                  if row.provenance != "measured"]
         notes += [f"profile {row.profile} is {row.scaled}" for row in self.boards if row.scaled]
         names = ", ".join(self.by_bandwidth)
-        which = f"profiles {names} have" if len(self.by_bandwidth) > 1 else f"profile {names} has"
-        notes += [f"{which} no times of a kernel for {self.size.dtype} weights: their stages are "
+        subject = f"profiles {names} have" if len(self.by_bandwidth) > 1 else f"profile {names} has"
+        notes += [f"{subject} no times of a kernel for {self.size.dtype} weights: their stages are "
                   "charged for the memory bandwidth that other engines reach, in brackets for the "
                   "memory's own and for the slowest of them (the FlowSpec paper's 4-bit kernel was slower by "
                   "far: 400 ms for 10 layers of 13B on Orin Nanos); measure it on the board with: flowspec "
@@ -158,7 +158,7 @@ class PlanReport:
     def _draft_note(self) -> str:
         """Say what is unknown of the draft model, or what has to be done to get it."""
         size, planned = self.size, self.size.planned
-        name, entry = size.name, find_known(size.name)
+        name, entry = size.name, find_known_model(size.name)
         called = entry[0] if entry else "MODEL"
         if planned.by_ngrams:
             return self.draft_why and (
@@ -222,9 +222,13 @@ def answer(report: PlanReport) -> list[str]:
     """Return the first lines: what to run, on which of the boards, how fast, and the next commands."""
     plan, size = report.recommended, report.size
     assert plan
-    best, every, used = plan.best, len(report.boards), len(plan.boards)
-    boards_text = "your only board" if every == 1 else f"all {used} of your boards" if used == every else (
-        f"{used} of your {every} boards")
+    best, board_count, used_count = plan.best, len(report.boards), len(plan.boards)
+    if board_count == 1:
+        boards_text = "your only board"
+    elif used_count == board_count:
+        boards_text = f"all {used_count} of your boards"
+    else:
+        boards_text = f"{used_count} of your {board_count} boards"
     line = f"Run {size.name} in {size.dtype} on {boards_text}"
     if best:
         about = "about " if report.by_bandwidth else ""
@@ -234,8 +238,8 @@ def answer(report: PlanReport) -> list[str]:
             paper = rate_text(best.tokens_per_second_calibrated)
             about_heads.append(f"{paper} with a head as fallible as the paper's")
         if best.by_kind:
-            whose = f" in {report.kinds_of}" if report.kinds_of else ""
-            about_heads.append(f"{_range(best.by_kind.values())} by kind of text{whose}")
+            place_text = f" in {report.kinds_of}" if report.kinds_of else ""
+            about_heads.append(f"{_range(best.by_kind.values())} by kind of text{place_text}")
         if about_heads:
             line += f" ({'; '.join(about_heads)})"
         if best.first_token_s:

@@ -54,19 +54,19 @@ def with_dataclasses(without: Collection[str] = (), strategies: StrategySelector
 
         @wraps(command)
         def run(**arguments: Any) -> Any:
-            built = {}
+            group_values = {}
             for name, group in shapes.items():
                 if isinstance(group, Params):
                     settings, draft = arguments.pop(_SET) or [], arguments.pop(_DRAFT)
-                    built[name] = _drafting(groups[name](), draft, settings)
+                    group_values[name] = _drafting(groups[name](), draft, settings)
                     continue
                 values = {f.name: arguments.pop(f.name) for f in _fields(group, without)}
-                built[name] = replace(groups[name](), **values)
+                group_values[name] = replace(groups[name](), **values)
             for name, group in shapes.items():
                 if isinstance(group, Params) and settings:
-                    strategy_names = strategies({**arguments, **built}) if strategies else None
-                    built[name] = _set(built[name], settings, strategy_names, without)
-            return command(**arguments, **built)
+                    strategy_names = strategies({**arguments, **group_values}) if strategies else None
+                    group_values[name] = _set(group_values[name], settings, strategy_names, without)
+            return command(**arguments, **group_values)
 
         run.__signature__ = inspect.Signature([*plain_parameters, *options])  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in (*plain_parameters, *options)}

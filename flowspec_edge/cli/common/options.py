@@ -148,8 +148,8 @@ def device_of(requested: str, model: OpenModel, dtype: Dtype, *, processes: int 
     from flowspec_edge.util.torchdevice import CONTEXT_BYTES, architectures, gpus, pick
 
     gpu_list: list[TorchGpu] = gpus()
-    needed = processes * CONTEXT_BYTES + loaded_bytes(model, dtype, 1, rows) if gpu_list else 0
-    device, reason = pick(requested, gpu_list, architectures(), needed, model.name)
+    needed_bytes = processes * CONTEXT_BYTES + loaded_bytes(model, dtype, 1, rows) if gpu_list else 0
+    device, reason = pick(requested, gpu_list, architectures(), needed_bytes, model.name)
     if reason:
         print(f"flowspec: note: computing on the CPU: {reason}", file=sys.stderr)
     return device
@@ -164,9 +164,9 @@ def plain_device_of(device: str, model: OpenModel, dtype: Dtype, processes: int)
         return "cpu"
     from flowspec_edge.util.torchdevice import CONTEXT_BYTES, architectures, gpus, pick
 
-    needed = processes * CONTEXT_BYTES + loaded_bytes(model, dtype, copies=2)
+    needed_bytes = processes * CONTEXT_BYTES + loaded_bytes(model, dtype, copies=2)
     try:
-        return pick(device, gpus(), architectures(), needed, f"{model.name} and plain decoding beside it")[0]
+        return pick(device, gpus(), architectures(), needed_bytes, f"{model.name} and plain decoding beside it")[0]
     except UsageError as error:
         print(f"flowspec: note: plain decoding computes on the CPU: {error}", file=sys.stderr)
         return "cpu"

@@ -111,10 +111,10 @@ def init(
 
 def _require_model(model: str, cluster: Path) -> None:
     from flowspec_edge.boards.inventory import beside
-    from flowspec_edge.model.catalogue import find_known
+    from flowspec_edge.model.catalogue import find_known_model
     from flowspec_edge.model.opened import shipped_models
 
-    if model not in shipped_models() and not find_known(model) and not beside(cluster, model).is_dir():
+    if model not in shipped_models() and not find_known_model(model) and not beside(cluster, model).is_dir():
         raise UsageError(f"no model {model!r}: not a directory beside {cluster}, and no name in: flowspec "
                          "models list")
 

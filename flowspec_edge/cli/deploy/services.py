@@ -161,12 +161,12 @@ def _show(name: str, fleet: FleetStatus) -> None:
     for column in [*columns, "power"] if powered else columns:
         table.add_column(column, justify="right" if column in ("restarts", "power") else "left")
     for board in fleet.boards:
-        here = board.current
+        release = board.current
         power = "–" if board.watts is None else f"{board.watts:.1f} W"
-        role = "" if here is None else "D0" if here.role == "draft" else f"V{here.stage}"
-        table.add_row(plain(board.name), role, plain(here.id) if here else "", _state(board),
+        role = "" if release is None else "D0" if release.role == "draft" else f"V{release.stage}"
+        table.add_row(plain(board.name), role, plain(release.id) if release else "", _state(board),
                       plain(_moment(board.since)),
-                      str(board.restarts) if here else "",
+                      str(board.restarts) if release else "",
                       *([power] if powered else []))
     console.print(table)
     for board in fleet.boards:

@@ -109,8 +109,8 @@ def chat(
     require_template(open_model, chat_template)
     rendering = Rendering(template_values(chat_template_kwargs))
     device = device_of(device, open_model, dtype_of(open_model, dtype), processes=clock_settings.processes(stages))
-    asks = params != Params() or explicit_options(context, ["strategy"])  # for drafting, or for a strategy
-    if plainly := alone and device == "cpu" and not asks:
+    has_draft_options = params != Params() or explicit_options(context, ["strategy"])  # for drafting, or for a strategy
+    if plainly := alone and device == "cpu" and not has_draft_options:
         strategy = PLAIN
     strategy_type = strategy_class(strategy)
     params = with_a_draft(strategy_type.name, open_model, params)
@@ -262,21 +262,21 @@ def _inputs() -> Iterator[Iterator[ChatInput]]:
         yield _messages(_read_terminal if sys.stdin.isatty() else _read_pipe)
 
 
-def _messages(read: Callable[[str], str | None]) -> Iterator[ChatInput]:
-    """Yield messages from ``read``, which returns a line without its end, or None at the end.
+def _messages(read_line: Callable[[str], str | None]) -> Iterator[ChatInput]:
+    """Yield messages from ``read_line``, which returns a line without its end, or None at the end.
 
     Ctrl-C discards the current message.
     """
     while True:
         try:
-            line = read("> ")
+            line = read_line("> ")
             if line is None:
                 return
             if line.strip() != _QUOTES:
                 typed = ChatInput(line)
             else:
                 block = []
-                while (inner := read(". ")) is not None and inner.strip() != _QUOTES:
+                while (inner := read_line(". ")) is not None and inner.strip() != _QUOTES:
                     block.append(inner)
                 typed = ChatInput("\n".join(block), block=True)
         except KeyboardInterrupt:  # as a shell does

@@ -284,15 +284,15 @@ def write_trace(path: Path | None, request: Request, stages: int, about: dict[st
     from flowspec_edge.drivers.observe.chrome_trace import chrome_trace
     from flowspec_edge.drivers.observe.timeline import RequestTimeline
 
-    trace, written = RequestTimeline(request), False
+    trace, is_written = RequestTimeline(request), False
     try:
         yield trace
     finally:
         if trace.events:
             document = chrome_trace(trace, stages, about, decode, before)
-            written = saved(path, partial(write_output, path, json.dumps(document, ensure_ascii=False)))
+            is_written = saved(path, partial(write_output, path, json.dumps(document, ensure_ascii=False)))
         note = ("the request had not begun, so there is no trace" if not trace.events else
-                f"there is no trace in {path}" if not written else
+                f"there is no trace in {path}" if not is_written else
                 f"its trace is in {path}" if trace.result else
                 f"the trace up to here is in {path}")
         print(f"flowspec: {note}", file=sys.stderr)

@@ -77,34 +77,34 @@ def fetch(
       flowspec models fetch qwen3-8b --head RedHatAI/Qwen3-8B-speculator.eagle3
       flowspec models shard --model qwen3-8b --stages 4 --dtype int4 --out qwen3-8b-int4
     """
-    from flowspec_edge.model.catalogue import FETCHED, fetched_dir, find_known
+    from flowspec_edge.model.catalogue import FETCHED, fetched_dir, find_known_model
     from flowspec_edge.model.chat import has_template
     from flowspec_edge.model.opened import OpenModel
     from flowspec_edge.util.files import make_directory, write_atomically
 
-    entry = find_known(name)
+    entry = find_known_model(name)
     if entry is None:
         raise UsageError(f"no model {name!r} in the catalogue; see: flowspec models list")
     catalogue_name, model = entry
     directory = fetched_dir(catalogue_name)
     parts = _parts(catalogue_name, model, head)
     record = directory / FETCHED
-    done = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    origins = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
     if head is None:  # a head that was chosen before stays
         parts = {key: part for key, part in parts.items()
-                 if key == "target" or key not in done or part.renews(done[key])}
+                 if key == "target" or key not in origins or part.renews(origins[key])}
     make_directory(directory.parent)
     for key, part in parts.items():
-        if done.get(key) != part.origin:
+        if origins.get(key) != part.origin:
             part_directory = directory / part.directory
-            if key in done and part_directory != directory:  # another one's files: not complete from here on
-                del done[key]
-                write_atomically(record, json.dumps(done, indent=2) + "\n")
+            if key in origins and part_directory != directory:  # another one's files: not complete from here on
+                del origins[key]
+                write_atomically(record, json.dumps(origins, indent=2) + "\n")
                 shutil.rmtree(part_directory, ignore_errors=True)
             print(f"{part.described} -> {part_directory}", flush=True)
             part.fetch(part_directory)
-            done[key] = part.origin
-    write_atomically(record, json.dumps(done, indent=2) + "\n")
+            origins[key] = part.origin
+    write_atomically(record, json.dumps(origins, indent=2) + "\n")
     chat = "--chat " if has_template(OpenModel(directory)) else ""
     print(f"{catalogue_name} is complete in {directory}; try it with: flowspec generate --model {catalogue_name} "
           f"{chat}\"Hello\", or split it for boards with: flowspec models shard "

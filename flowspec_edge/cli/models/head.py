@@ -67,25 +67,25 @@ def head(
     """
     require_name(model)  # a wrong name is found before torch is imported
     from flowspec_edge.boards.planning.model_size import model_bytes
-    from flowspec_edge.model.catalogue import find_known
+    from flowspec_edge.model.catalogue import find_known_model
 
     size = model_bytes(model, "fp16")  # an error for a model that stages cannot run
-    entry = find_known(model)
+    entry = find_known_model(model)
     name = entry[0] if entry else model
-    here = resolve_model(name) if is_here(name) else None
+    local_model = resolve_model(name) if is_here(name) else None
     cost = _cost(name, kind, steps) if measure else None
     catalogue_entry = entry[1] if entry else None
-    ways = [_ngram(name, catalogue_entry, here), _published(name, catalogue_entry, here, stages),
-            _small(name, catalogue_entry, here, stages),
-            _training(name, kind, steps, stages, catalogue_entry, here, cost)]
+    choices = [_ngram(name, catalogue_entry, local_model), _published(name, catalogue_entry, local_model, stages),
+               _small(name, catalogue_entry, local_model, stages),
+               _training(name, kind, steps, stages, catalogue_entry, local_model, cost)]
     if as_json:
-        print(json.dumps({"model": name, "here": here is not None, "layers": size.layers,
-                          "hidden_width": size.hidden_width, "choices": [asdict(choice) for choice in ways],
+        print(json.dumps({"model": name, "here": local_model is not None, "layers": size.layers,
+                          "hidden_width": size.hidden_width, "choices": [asdict(choice) for choice in choices],
                           "training": _figures(cost) if cost else None}, indent=2))
         return
-    presence = "on this machine" if here else "not on this machine"
+    presence = "on this machine" if local_model else "not on this machine"
     print(f"{name}: {size.layers} layers of width {size.hidden_width}, {presence}")
-    for number, choice in enumerate(ways, start=1):
+    for number, choice in enumerate(choices, start=1):
         print(f"\n{number}. {choice.text}")
         for command in choice.commands:
             print(f"     {command}")
@@ -93,19 +93,19 @@ def head(
           "flowspec deploy up, which resumes, too.")
 
 
-def _ngram(name: str, entry: KnownModel | None, here: OpenModel | None) -> DraftChoice:
-    fetch = [] if here or not entry else [f"flowspec models fetch {name} --head none"]
-    return DraftChoice(NGRAM.name, here is not None, (
+def _ngram(name: str, entry: KnownModel | None, local_model: OpenModel | None) -> DraftChoice:
+    fetch = [] if local_model or not entry else [f"flowspec models fetch {name} --head none"]
+    return DraftChoice(NGRAM.name, local_model is not None, (
         "At once: n-grams, looked up in the prompt and the answer.  No draft model, the same tokens; it "
         "gains where an answer repeats its context (code, summaries, extraction).  On boards: "
         f'draft = "{NGRAM.name}" in cluster.toml.'),
         [*fetch, f'flowspec generate --model {name} --draft {NGRAM.name} "…"'])
 
 
-def _published(name: str, entry: KnownModel | None, here: OpenModel | None, stages: int) -> DraftChoice:
-    head_names = [kind.name for kind in head_kinds() if here and here.draft(kind.name)]
+def _published(name: str, entry: KnownModel | None, local_model: OpenModel | None, stages: int) -> DraftChoice:
+    head_names = [kind.name for kind in head_kinds() if local_model and local_model.draft(kind.name)]
     shard = f"flowspec models shard --model {name} --stages {stages} --out {_short(name)}-{stages}"
-    layer = next((kind for kind in here.drafts if kind.in_target), None) if here else None
+    layer = next((kind for kind in local_model.drafts if kind.in_target), None) if local_model else None
     if not head_names and layer:
         return DraftChoice("head", True, f"The model's {layer.title} is here.", [_generate(name, layer), shard])
     if head_names:
@@ -138,10 +138,10 @@ def _facts(head: PublishedHead) -> str:
     return f"{facts}; {head.acceptance}: {head.source}" if head.acceptance else facts
 
 
-def _small(name: str, entry: KnownModel | None, here: OpenModel | None, stages: int) -> DraftChoice:
+def _small(name: str, entry: KnownModel | None, local_model: OpenModel | None, stages: int) -> DraftChoice:
     use = [f'flowspec generate --model {name} --strategy {strategy} --draft {LM.name} "…"'
            for strategy in ("pipedec", "pearl")]
-    if here and here.draft(LM.name):
+    if local_model and local_model.draft(LM.name):
         return DraftChoice("small model", True, "A small model with the same tokenizer is here.", use)
     if entry and entry.small:
         return DraftChoice("small model", False, (
@@ -155,12 +155,12 @@ def _small(name: str, entry: KnownModel | None, here: OpenModel | None, stages: 
 
 
 def _training(name: str, kind: str, steps: int | None, stages: int, entry: KnownModel | None,
-              here: OpenModel | None, cost: TrainingCost | None) -> DraftChoice:
+              local_model: OpenModel | None, cost: TrainingCost | None) -> DraftChoice:
     out = f"{_short(name)}-{kind}"
-    if here is None and entry is None:  # train-head reads a directory
+    if local_model is None and entry is None:  # train-head reads a directory
         fetch, model_argument = [f"hf download {name} --local-dir {_short(name)}"], _short(name)
     else:
-        fetch, model_argument = ([] if here else [f"flowspec models fetch {name} --head none"]), name
+        fetch, model_argument = ([] if local_model else [f"flowspec models fetch {name} --head none"]), name
     count = f" --steps {steps}" if steps else ""
     train = (f"flowspec models train-head --model {model_argument} --kind {kind} --data chats.jsonl{count} "
              f"--out {out} --work {out}-work")
@@ -178,8 +178,8 @@ def _cost_text(cost: TrainingCost) -> str:
     per_million = 1e6 / cost.recipe.tokens_per_step * cost.step_s / 3600
     basis = ("timed" if cost.exact else
              f"scaled by counted operations from {cost.timed}, which took {_seconds(cost.timed_s)}")
-    needed, free = (f"{size / _GIGA:.1f} GB" for size in (cost.memory, cost.free))
-    memory = f"It needs about {needed} of memory, {free} are free here"
+    needed_text, free = (f"{size / _GIGA:.1f} GB" for size in (cost.memory, cost.free))
+    memory = f"It needs about {needed_text} of memory, {free} are free here"
     if not cost.fits:
         memory += ": train on a machine with more, by the same command, and copy the head"
     return (f"Estimated on {cost.device}: {_hours(cost.hours)} for {cost.recipe.steps} steps "

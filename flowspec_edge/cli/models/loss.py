@@ -80,8 +80,8 @@ def _texts(tokenizer: Tokenizer, path: Path | None, tokens: int, longest: int) -
     if path is None:
         ids = [tokenizer.encode(prompt.text) for prompt in load_prompts(demo_prompts())]
     else:
-        whole = tokenizer.encode(read_text(path))
-        ids = [whole[lo:lo + longest] for lo in range(0, len(whole), longest)]
+        token_ids = tokenizer.encode(read_text(path))
+        ids = [token_ids[lo:lo + longest] for lo in range(0, len(token_ids), longest)]
     pieces: list[list[int]] = []
     for piece in ids:
         remaining = tokens - sum(map(len, pieces))

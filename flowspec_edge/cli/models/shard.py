@@ -156,23 +156,23 @@ def verify(directory: _Directory, as_json: _Json = False) -> None:
       flowspec models verify llama-13b
     """
     manifest = OpenModel(directory).require_manifest()
-    here = [name for name in manifest.parts if manifest.has_part(name)]
-    absent = [name for name in manifest.parts if name not in here]
-    if not here:
+    local_parts = [name for name in manifest.parts if manifest.has_part(name)]
+    absent = [name for name in manifest.parts if name not in local_parts]
+    if not local_parts:
         raise FlowspecError(f"{directory} has none of the parts {', '.join(manifest.parts)}: copy one beside "
                             "manifest.json")
     problems: dict[str, str] = {}
-    with _bar("verifying", sum(manifest.part(name).size for name in here)) as progress:
-        for name in here:
+    with _bar("verifying", sum(manifest.part(name).size for name in local_parts)) as progress:
+        for name in local_parts:
             try:
                 manifest.check(name, progress)
             except FlowspecError as error:
                 problems[name] = str(error)
     if as_json:
-        print(json.dumps({"sound": [n for n in here if n not in problems], "wrong": problems, "absent": absent},
+        print(json.dumps({"sound": [n for n in local_parts if n not in problems], "wrong": problems, "absent": absent},
                          indent=2))
     else:
-        for name in here:
+        for name in local_parts:
             print(f"{name}: {problems.get(name) or f'{len(manifest.part(name).files)} files are as written'}")
         for name in absent:
             print(f"{name}: not here")

@@ -140,15 +140,15 @@ def save_block_head(head: BlockHead, directory: Path, dtype: torch.dtype) -> Non
     if config.markov_rank:
         block |= {"projector_type": "dspark", "markov_rank": config.markov_rank,
                   "markov_head_type": "gated" if config.markov_gated else "vanilla"}
-    written = {**published(config), "model_type": QWEN3.name, "layer_types": list(config.layer_types),
-               "architectures": ["DSparkDraftModel" if config.markov_rank else "DFlashDraftModel"],
-               "block_size": config.block_size, "dflash_config": block,
-               "use_sliding_window": config.sliding_window is not None,
-               **({} if config.sliding_window is None else {"sliding_window": config.sliding_window}),
-               **({"is_causal": config.causal[0]} if len(set(config.causal)) == 1 else {}),
-               "torch_dtype": str(dtype).removeprefix("torch.")}
+    fields = {**published(config), "model_type": QWEN3.name, "layer_types": list(config.layer_types),
+              "architectures": ["DSparkDraftModel" if config.markov_rank else "DFlashDraftModel"],
+              "block_size": config.block_size, "dflash_config": block,
+              "use_sliding_window": config.sliding_window is not None,
+              **({} if config.sliding_window is None else {"sliding_window": config.sliding_window}),
+              **({"is_causal": config.causal[0]} if len(set(config.causal)) == 1 else {}),
+              "torch_dtype": str(dtype).removeprefix("torch.")}
     stored = {name: weight for name, weight in head.state_dict().items() if name != EMBEDDING}
-    checkpoint.write(directory, written, stored, dtype)
+    checkpoint.write(directory, fields, stored, dtype)
 
 
 def _speculators(raw: dict[str, Any], name: str) -> dict[str, Any]:

@@ -274,9 +274,9 @@ class Eagle2Format(HeadFormat):
         require_fit(directory, "width", config.hidden_size, beside.lm_head.hidden_size)
         require_vocabulary(directory, config.vocab_size, beside.lm_head)
         head = read_head(files, config, beside.embedding, beside.dtype, True, beside.quantise, beside.lm_head)
-        whole = head.own_lm_head is None and head.token_map is None
+        uses_whole_lm_head = head.own_lm_head is None and head.token_map is None
         ranks, drafted = beside.placed(head).ranking(beside.lm_head)
-        narrow = beside.narrowed(head, rank_outputs) if whole else None
+        narrow = beside.narrowed(head, rank_outputs) if uses_whole_lm_head else None
         return Loaded(partial(EagleDrafter, head, narrow or ranks, draft_vocabulary=drafted), config.vocab_size)
 
     def config(self, directory: Path) -> Any:

@@ -54,8 +54,8 @@ def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: tor
     config = head3_config(files)
     file_embedding = files.own_embedding(config, dtype) if in_file else None
     output_is_embedding = not config.own_lm_head and config.tie_word_embeddings
-    read = files.read(_TITLE, file_embedding is None or output_is_embedding)
-    stored = _rename_tensors(checkpoint.plain_names(read, directory))
+    weights = files.read(_TITLE, file_embedding is None or output_is_embedding)
+    stored = _rename_tensors(checkpoint.plain_names(weights, directory))
     config = _complete_vocabulary(directory, stored, config)
     if output_is_embedding and EMBEDDING in stored:
         stored[checkpoint.LM_HEAD] = _rows(stored[EMBEDDING], stored.get("d2t"))
@@ -192,13 +192,13 @@ def _named_layers(raw: dict[str, Any], path: Path) -> tuple[int, ...] | None:
     """
     name = "target_layer_ids" if "target_layer_ids" in raw else _LAYER_IDS
     nested = raw.get("eagle_config")
-    named = raw.get(name) or (nested.get(name) if isinstance(nested, dict) else None)
-    if not named:
+    value = raw.get(name) or (nested.get(name) if isinstance(nested, dict) else None)
+    if not value:
         return None
-    if not isinstance(named, list) or not all(type(layer) is int for layer in named):
-        raise FlowspecError(f"{path}: {name} must be a list of layers, not {named!r}")
-    outputs = name != _LAYER_IDS or ("transformer_layer_config" not in raw and named[0] == 1)
-    return tuple(layer + outputs for layer in named)
+    if not isinstance(value, list) or not all(type(layer) is int for layer in value):
+        raise FlowspecError(f"{path}: {name} must be a list of layers, not {value!r}")
+    outputs = name != _LAYER_IDS or ("transformer_layer_config" not in raw and value[0] == 1)
+    return tuple(layer + outputs for layer in value)
 
 
 def head3_layers(directory: Path, config: Any, layers: int) -> tuple[int, ...]:
@@ -313,9 +313,9 @@ class Eagle3Format(HeadFormat):
         require_fit(directory, "target width", head.config.target_hidden_size, beside.lm_head.hidden_size)
         captured = head3_layers(directory, head.config, beside.layers)
         require_vocabulary(directory, head.config.vocab_size, beside.lm_head)
-        whole = head.lm_head is None and head.config.draft_vocab_size == head.config.vocab_size
+        uses_whole_lm_head = head.lm_head is None and head.config.draft_vocab_size == head.config.vocab_size
         placed = beside.placed(head)
-        narrow = beside.narrowed(head, head.logits) if whole else None
+        narrow = beside.narrowed(head, head.logits) if uses_whole_lm_head else None
         return Loaded(partial(Eagle3Drafter, placed, captured,
                               lm_head=narrow or placed.shared_lm_head(beside.lm_head)), head.config.vocab_size)
 

@@ -197,14 +197,14 @@ class SessionEnergy:
             return
         since, before = self._updated or (now, joules)
         self._updated = (now, joules)
-        used, seconds = joules - before, now - since
+        joules_used, seconds = joules - before, now - since
         if self._shares:
             working_shares = [self._shares[n] for n in self._worked_for if n in self._shares]
             sharing = working_shares or self._shares.values()
             for share in sharing:
-                share.add(used / len(sharing), seconds / len(sharing))
+                share.add(joules_used / len(sharing), seconds / len(sharing))
         elif since >= self._quiet_from:
-            self._idle.add(used, seconds)
+            self._idle.add(joules_used, seconds)
 
     def _reading(self) -> HeartbeatCounters:
         try:

@@ -67,10 +67,10 @@ class LocalPlan:
             keys.save(pair, self._key_file(rank))
             public.append(pair.public.decode())
         life = uuid.uuid4().hex[:8]
-        here = f"tcp://{placement.address(0)}"
+        d0_address = f"tcp://{placement.address(0)}"
         self._ring = Ring(
-            f"{here}:{placement.control_port or '*'}",
-            [f"{here}:*", *("tcp://{}:{}".format(*listener.getsockname()) for listener in self._listeners)],
+            f"{d0_address}:{placement.control_port or '*'}",
+            [f"{d0_address}:*", *("tcp://{}:{}".format(*listener.getsockname()) for listener in self._listeners)],
             [f"v{stage}-{life}" for stage in range(1, stages + 1)], public)
         self.addresses = self._ring.addresses(self._key_file(0))
 

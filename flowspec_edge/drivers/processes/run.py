@@ -47,15 +47,15 @@ class ProcessRun:
         Links to stages that are started here are encrypted, with keys made for this run. UsageError if the
         model cannot be cut into so many stages; then nothing is started. PeerLost if a stage does not start.
         """
-        here = backend if isinstance(backend, Here) else Here()
-        model, emulator = OpenModel(Path(spec.model)), here.emulator
+        local = backend if isinstance(backend, Here) else Here()
+        model, emulator = OpenModel(Path(spec.model)), local.emulator
         parse_dtype(spec.dtype)
         stage_ranges(model, spec.stages)
         self._threads = torch.get_num_threads()
         with ExitStack() as undo:
             self.workers = WorkerProcesses(emulator.program if emulator else STAGE)
             undo.callback(self.workers.end)
-            network = here.network or Loopback()
+            network = local.network or Loopback()
             self.plan = plan = None
             if isinstance(backend, Here):
                 self.plan = plan = LocalPlan(spec.stages, self.workers.directory, network)
@@ -93,7 +93,7 @@ class ProcessRun:
                     plan.configs(self.links.control_endpoint, self.links.output_endpoint,
                                  model=str(spec.model), dtype=spec.dtype, threads=fair or 0,
                                  device=spec.device, cache_rows=reserved, requests=spec.at_once),
-                    wrap=network.command if here.network else None)
+                    wrap=network.command if local.network else None)
                 undo.callback(torch.set_num_threads, self._threads)
                 if fair:
                     torch.set_num_threads(fair)

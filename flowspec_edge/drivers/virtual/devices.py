@@ -131,9 +131,9 @@ class Devices:
 
         A group shares the layers evenly and is as fast as its slowest device.
         """
-        places = range(1, len(self.stages) + 1)
+        numbers = range(1, len(self.stages) + 1)
         if parallelism == "pipeline":
-            return [partial(self.stage_seconds, stage) for stage in places]
+            return [partial(self.stage_seconds, stage) for stage in numbers]
         distinct = {id(p): p for p in self.stages}.values()
         n = len(self.stages)
         return [lambda rows, context, *_: max(tensor_seconds(p, parallelism, rows, n, context)

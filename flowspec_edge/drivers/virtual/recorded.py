@@ -274,13 +274,13 @@ class RecordedDrafter(Drafter):
         self.reset(Sampling(), "draft", 1.0)
 
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
-        self._read: list[int] = []
+        self._accepted: list[int] = []
         self._begin(sampling)
 
     def rewind(self, tokens: int, sampling: Sampling, rank: Rank, tau: float) -> bool:
-        if not 0 < tokens <= len(self._read):
+        if not 0 < tokens <= len(self._accepted):
             return False
-        del self._read[tokens:]
+        del self._accepted[tokens:]
         self._begin(sampling)
         return True
 
@@ -289,24 +289,24 @@ class RecordedDrafter(Drafter):
         self._text: RecordedText | None = None
         self._root = NO_ROOT
         self._nodes: dict[int, tuple[int, int]] = {}  # asked for: by id, parent and token
-        self._places: dict[int, int | None] = {}  # below this root, by id: the node in its expansion
+        self._positions: dict[int, int | None] = {}  # below this root, by id: the node in its expansion
 
     def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
-        self._read += tokens
+        self._accepted += tokens
 
     def expand(self, request: DraftRequest) -> DraftOutput:
         if request.root != self._root:
             self._root = request.root
             self._nodes = {node: children for node, children in self._nodes.items() if node > request.root}
-            self._places = {}
+            self._positions = {}
         if self._text is None:
             self._text = self._find()
         output = DraftOutput.empty(len(request.nodes), request.children)
         expansion = self._text and self._expansion(self._text)
         for row, node in enumerate(request.nodes):
             if node.id == request.root:
-                if node.position != len(self._read) - 1:
-                    raise root_misplaced_error(node, len(self._read))
+                if node.position != len(self._accepted) - 1:
+                    raise root_misplaced_error(node, len(self._accepted))
             elif node.parent != request.root and node.parent not in self._nodes:
                 raise parent_missing_error(node)
             else:
@@ -333,11 +333,11 @@ class RecordedDrafter(Drafter):
     def _find_position(self, node: int, index: Mapping[tuple[int, int], int]) -> int | None:
         if node == self._root:
             return 0
-        if node not in self._places:
+        if node not in self._positions:
             parent, token = self._nodes[node]
             above = self._find_position(parent, index)
-            self._places[node] = None if above is None else index.get((above, token))
-        return self._places[node]
+            self._positions[node] = None if above is None else index.get((above, token))
+        return self._positions[node]
 
     def _is_right(self, node: int) -> bool:
         """Whether the path from the root to it is the text."""
@@ -346,18 +346,18 @@ class RecordedDrafter(Drafter):
         while node != self._root:
             node, token = self._nodes[node]
             tokens.append(token)
-        start = len(self._read) - len(self._text.prompt)
+        start = len(self._accepted) - len(self._text.prompt)
         return self._text.answer[start : start + len(tokens)] == tuple(reversed(tokens))
 
     def _expansion(self, text: RecordedText) -> Any:
-        newest = len(self._read) - len(text.prompt) - 1
+        newest = len(self._accepted) - len(text.prompt) - 1
         return text.roots[newest] if newest < len(text.roots) else None
 
     def _find(self) -> RecordedText:
         for text in self._texts:
-            whole = (*text.prompt, *text.answer)
-            if _settled(text.sampling) == _settled(self._sampling) and len(self._read) > len(text.prompt) and (
-                    tuple(self._read[: len(whole)]) == whole[: len(self._read)]):
+            tokens = (*text.prompt, *text.answer)
+            if _settled(text.sampling) == _settled(self._sampling) and len(self._accepted) > len(text.prompt) and (
+                    tuple(self._accepted[: len(tokens)]) == tokens[: len(self._accepted)]):
                 return text
         raise ProtocolError("the recording has no text that begins as this request's does")
 
@@ -370,9 +370,9 @@ def _stand_in(node: DraftNode, expansion: Expansion) -> int:
     nodes deeply (PipeDec over eight stages) would be half as fast again.  So they are those of another recorded node,
     one that continues with the same token if there is one.
     """
-    same = expansion.by_token.get(node.token)
-    if same is not None:
-        return same
+    child = expansion.by_token.get(node.token)
+    if child is not None:
+        return child
     return 1 + digest(node.id, node.token) % (len(expansion.node_tokens) - 1) if len(expansion.node_tokens) > 1 else 0
 
 

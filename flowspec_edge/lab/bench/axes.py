@@ -121,8 +121,8 @@ def parameter_axis(names: Sequence[str]) -> Axis:
     parameters = all_parameters()
     for name in names:
         if name not in parameters:
-            every = [*AXES, *parameters]
-            raise UsageError(f"no axis and no strategy's parameter {name!r}; {did_you_mean(name, every)}"
+            axis_names = [*AXES, *parameters]
+            raise UsageError(f"no axis and no strategy's parameter {name!r}; {did_you_mean(name, axis_names)}"
                              f"the axes are {', '.join(AXES)}, and flowspec strategies NAME lists a "
                              "strategy's parameters")
     if len(names) > 2:

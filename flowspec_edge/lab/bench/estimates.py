@@ -67,8 +67,8 @@ def average(parts: Sequence[Estimate | None]) -> Estimate | None:
     if not estimates:
         return None
     errors = [part.error for part in estimates if part.error is not None]
-    whole = sqrt(sum(error ** 2 for error in errors)) / len(estimates) if len(errors) == len(estimates) else None
-    return Estimate(fmean(part.value for part in estimates), whole)
+    error = sqrt(sum(error ** 2 for error in errors)) / len(estimates) if len(errors) == len(estimates) else None
+    return Estimate(fmean(part.value for part in estimates), error)
 
 
 def by_prompt(samples: Iterable[Sample], figure: Callable[[Sample], float]) -> dict[PromptKey, float]:

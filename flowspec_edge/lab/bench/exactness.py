@@ -71,19 +71,19 @@ def types_of(settings: Mapping[str, Any]) -> str:
 
 def exactness_text(samples: Sequence[Sample], settings: Mapping[str, Any]) -> str:
     """Say in a sentence how exact the texts of all methods are, and name the methods with differences."""
-    whole = exactness(samples)
-    summary = (f"{whole.different_answers} of {whole.answers} answers and {_count(whole.different_tokens)} of "
-               f"{whole.tokens} tokens differ from plain decoding's ({types_of(settings)})")
-    if not whole.different_answers:
+    overall = exactness(samples)
+    summary = (f"{overall.different_answers} of {overall.answers} answers and {_count(overall.different_tokens)} of "
+               f"{overall.tokens} tokens differ from plain decoding's ({types_of(settings)})")
+    if not overall.different_answers:
         return f"{summary}."
     methods = {name: exactness(s for s in samples if s.strategy == name)
                for name in dict.fromkeys(s.strategy for s in samples)}
-    each = ", ".join(f"{name} {method.answers_text} answers, {method.tokens_text} tokens"
-                     for name, method in methods.items() if method.different_answers)
-    each += _through_stages(samples)
-    why = "near ties of 16 bits explain all of them (≈)" if whole.mark == "≈" else \
-        f"near ties of 16 bits explain {whole.near_ties} of them (≈), nothing explains the others (≠)"
-    return f"{summary}: {each}; {why}."
+    differences = ", ".join(f"{name} {method.answers_text} answers, {method.tokens_text} tokens"
+                            for name, method in methods.items() if method.different_answers)
+    differences += _through_stages(samples)
+    why = "near ties of 16 bits explain all of them (≈)" if overall.mark == "≈" else \
+        f"near ties of 16 bits explain {overall.near_ties} of them (≈), nothing explains the others (≠)"
+    return f"{summary}: {differences}; {why}."
 
 
 def _through_stages(samples: Sequence[Sample]) -> str:

@@ -80,9 +80,9 @@ class Results(ABC):
 
     def different_texts(self) -> list[str]:
         """Return a line for each text that is not plain decoding's."""
-        places = [(self.label_of(point.value), point.report) for point in self.measured_points()]
+        labelled_reports = [(self.label_of(point.value), point.report) for point in self.measured_points()]
         return [f"at {label}: {difference}" if label else str(difference)
-                for label, report in places for difference in report.differences]
+                for label, report in labelled_reports for difference in report.differences]
 
     @abstractmethod
     def as_json(self) -> dict[str, Any]:
@@ -312,10 +312,10 @@ def load_sweep(path: Path) -> Sweep:
                  "flowspec sweep bandwidth --json OUT")
     shared = {name: getattr(file, name) for name in _File.model_fields}
     sweep = Sweep(**shared, axis=axis_named(file.axis), links=file.links, published=file.published)
-    for read in file.points:
-        point = sweep.point(read.value)
-        point.measured_mbps = read.measured_mbps
-        point.report.samples, point.report.differences = read.samples, read.differences
+    for file_point in file.points:
+        point = sweep.point(file_point.value)
+        point.measured_mbps = file_point.measured_mbps
+        point.report.samples, point.report.differences = file_point.samples, file_point.differences
     return sweep
 
 

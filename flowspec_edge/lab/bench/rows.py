@@ -135,8 +135,8 @@ def task_means(samples: Sequence[Sample]) -> list[ReportRow]:
         for name in strategies:
             parts = [row for row in single if (row.strategy, row.temperature) == (name, temperature)]
             if len(parts) == len(tasks):
-                selected, base = ([s for s in samples if (s.strategy, s.temperature) == (which, temperature)]
-                                  for which in (name, BASELINE))
+                selected, base = ([s for s in samples if (s.strategy, s.temperature) == (strategy, temperature)]
+                                  for strategy in (name, BASELINE))
                 means.append(_mean(parts, selected, base))
     return _with_speedup(means)
 
@@ -213,9 +213,9 @@ def _mean(parts: Sequence[ReportRow], samples: Sequence[Sample], base: Sequence[
     for name in ("tokens_per_second_repeating", "tokens_per_second_other"):
         figures[name] = _mean_of(getattr(row, name) for row in parts)
     figures["different_tokens"] = _whole_sum(row.different_tokens for row in parts)
-    whole = estimates.average([None if row.tokens_per_second is None else estimates.Estimate(
+    average = estimates.average([None if row.tokens_per_second is None else estimates.Estimate(
         row.tokens_per_second, row.tokens_per_second_se) for row in parts])
-    figures |= _over_prompts(samples, base) | {"tokens_per_second_se": whole.error if whole else None,
+    figures |= _over_prompts(samples, base) | {"tokens_per_second_se": average.error if average else None,
                                                "speedup_se": None}  # a ratio of means over tasks
     loops = [row.repeating for row in parts if row.repeating is not None]
     figures["repeating"] = sum(loops) if len(loops) == len(parts) else None

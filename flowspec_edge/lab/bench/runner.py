@@ -84,10 +84,10 @@ class BenchPlan:
         Grouped by strategy, because a cluster may restart processes for the next one: every cache is then
         cold.
         """
-        done = report.cells
+        cells = report.cells
         return [(strategy, temperature, work) for strategy in self.strategies
                 for temperature in self.temperatures for work in self.workloads
-                if (strategy, work.task, temperature) not in done]
+                if (strategy, work.task, temperature) not in cells]
 
     def groups(self, work: Workload, repeat: int) -> list[ArrivalGroup]:
         """Return a task's groups of concurrent requests; none if requests run one by one."""

@@ -174,10 +174,10 @@ LOOP = (f"at least {SHORTEST} tokens in a row that repeat with a period of at mo
 def repeats_itself(tokens: Sequence[int]) -> bool:
     """Whether ``tokens`` contain a run as in ``LOOP``."""
     for period in range(1, PERIOD + 1):
-        needed = max(SHORTEST, TIMES * period) - period
+        minimum = max(SHORTEST, TIMES * period) - period
         equal = 0  # tokens in a row that are equal to the one a period before
         for earlier, later in zip(tokens, tokens[period:], strict=False):
             equal = equal + 1 if earlier == later else 0
-            if equal == needed:
+            if equal == minimum:
                 return True
     return False

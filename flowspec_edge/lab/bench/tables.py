@@ -54,9 +54,9 @@ def frame(text: Sequence[str], figures: Sequence[str], title: str = "", wide: bo
 
 def show(console: Console, table: Table) -> None:
     """Print a table in full: a narrow terminal wraps lines instead of truncating figures."""
-    needed = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
+    width = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
     # print(made, width=…) is limited to the console's width.
-    options = console.options.update(width=max(console.width, needed))
+    options = console.options.update(width=max(console.width, width))
     console.print(Segments(console.render(table, options)), soft_wrap=True, end="")
 
 

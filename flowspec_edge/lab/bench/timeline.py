@@ -82,8 +82,8 @@ def draw(spans: Sequence[Span], stages: int, view: Window, turns: int) -> str:
 
 def _axis(columns: int, fine: int, first: float) -> str:
     """Turn numbers over the first column of a turn, as many as fit."""
-    every = next(n for n in (1, 2, 5, 10, 20, 50) if n * fine > 3)
-    marks = [f"{first + turn:g}".ljust(every * fine) if turn % every == 0 else ""
+    step = next(n for n in (1, 2, 5, 10, 20, 50) if n * fine > 3)
+    marks = [f"{first + turn:g}".ljust(step * fine) if turn % step == 0 else ""
              for turn in range(-(-columns // fine))]
     return "".join(marks)
 
@@ -131,17 +131,17 @@ _RUN_S = 600.0  # a run takes seconds
 Draw = Callable[[list[str]], str]  # from the arguments of ``bench timeline`` to its output
 
 
-def arguments(words: str) -> list[str]:
+def arguments(mark: str) -> list[str]:
     """Return the arguments of ``flowspec bench timeline`` for a mark's words."""
-    name, *options = words.split()
+    name, *options = mark.split()
     flags = [f"--{option}" if i % 2 == 0 else option for i, option in enumerate(options)]
     return ["--strategy", name, *flags]
 
 
 def update_timelines(text: str, draw: Draw) -> str:
     def block(match: re.Match[str]) -> str:
-        words = match["what"]
-        return f"<!-- timeline {words} -->\n```text\n{draw(arguments(words)).rstrip()}\n```\n"
+        mark = match["what"]
+        return f"<!-- timeline {mark} -->\n```text\n{draw(arguments(mark)).rstrip()}\n```\n"
 
     return _MARK.sub(block, text)
 

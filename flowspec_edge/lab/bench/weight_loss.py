@@ -110,15 +110,15 @@ def _chain(session: int, text: Sequence[int]) -> Segment:
 def _compared(weights: str, texts: Sequence[Sequence[int]], true: tuple[list[Tensor], OutputHead],
               quantised: tuple[list[Tensor], OutputHead]) -> WeightLoss:
     divergence = quantised_nll = reference = 0.0
-    same = tokens = 0
+    equal_choices = tokens = 0
     for successors, p, q in _log_probs(texts, true, quantised):
         divergence += float((p.exp() * (p - q)).sum())
         reference -= float(p.gather(1, successors).sum())
         quantised_nll -= float(q.gather(1, successors).sum())
-        same += int((p.argmax(-1) == q.argmax(-1)).sum())
+        equal_choices += int((p.argmax(-1) == q.argmax(-1)).sum())
         tokens += len(successors)
     return WeightLoss(weights, tokens, divergence / tokens, math.exp(quantised_nll / tokens),
-                      math.exp(reference / tokens), same / tokens)
+                      math.exp(reference / tokens), equal_choices / tokens)
 
 
 def _log_probs(texts: Sequence[Sequence[int]], true: tuple[list[Tensor], OutputHead],

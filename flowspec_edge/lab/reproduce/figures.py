@@ -77,10 +77,10 @@ def _bars(records: Sequence[Record]) -> Figure:
     both = len({r.looks_up for r in records}) > 1
     figure, axes = new_figure(len(panels), _WIDTH, 2.1)
     for axis, panel in zip(axes, panels, strict=True):
-        here = [r for r in records if r.quantity == "tokens_per_second" and r.conditions == panel]
+        panel_records = [r for r in records if r.quantity == "tokens_per_second" and r.conditions == panel]
         profile, acceptance, looks_up, temperature = panel
         drafts = f", {DRAFTS[looks_up]}" if both else ""
-        _grouped(axis, here, "tokens/s", f"{profile}, T = {temperature:g}, {acceptance}{drafts}")
+        _grouped(axis, panel_records, "tokens/s", f"{profile}, T = {temperature:g}, {acceptance}{drafts}")
     return figure
 
 
@@ -91,13 +91,13 @@ def _acceptance(records: Sequence[Record]) -> Figure:
     figure, axes = new_figure(2 * len(kinds), _WIDTH, 1.9)
     panels = [(*kind, quantity) for kind in kinds for quantity in names]
     for axis, (profile, acceptance, looks_up, quantity) in zip(axes, panels, strict=True):
-        here = [r for r in records if (r.profile, r.acceptance, r.looks_up, r.quantity) == (
+        panel_records = [r for r in records if (r.profile, r.acceptance, r.looks_up, r.quantity) == (
             profile, acceptance, looks_up, quantity)]
         drafts = f", {DRAFTS[looks_up]}" if both else ""
-        measured_tasks = {r.task for r in here if r.source == MEASURED}
+        measured_tasks = {r.task for r in panel_records if r.source == MEASURED}
         task = MEAN if MEAN in measured_tasks else min(measured_tasks)
-        here = [r for r in here if r.source != MEASURED or r.task == task]
-        _grouped(axis, here, names[quantity], f"{profile}, {acceptance}{drafts}",
+        panel_records = [r for r in panel_records if r.source != MEASURED or r.task == task]
+        _grouped(axis, panel_records, names[quantity], f"{profile}, {acceptance}{drafts}",
                  lambda r: f"T = {r.temperature:g}")
     return figure
 

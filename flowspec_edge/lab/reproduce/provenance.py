@@ -122,10 +122,10 @@ def _deviations(records: Sequence[Record], is_demo: bool) -> list[str]:
     """
     deviations: dict[tuple[str, str], list[str]] = {}
     for published in (r for r in records if r.source != MEASURED and r.quantity in _BECAUSE):
-        same = [r for r in records if r.source == MEASURED and all(
+        ours = [r for r in records if r.source == MEASURED and all(
             getattr(r, name) == getattr(published, name)
             for name in ("conditions", "method", "at", "quantity"))]
-        measured = next((r for r in same if r.task == MEAN), same[0] if same else None)
+        measured = next((r for r in ours if r.task == MEAN), ours[0] if ours else None)
         if measured is None or measured.estimate is None or published.figure is None or not measured.standard_error:
             continue
         if abs(measured.estimate.value - published.figure) > 2 * measured.standard_error:
@@ -134,9 +134,9 @@ def _deviations(records: Sequence[Record], is_demo: bool) -> list[str]:
                 f"({published.source}, T = {published.temperature:g})")
     return [" ".join(filter(None, (
         f"More than two standard errors from the paper's {_NAMES[quantity]}, with {acceptance}: "
-        f"{', '.join(which)}.", _BECAUSE[quantity],
+        f"{', '.join(names)}.", _BECAUSE[quantity],
         (_HEADS if acceptance == HEAD_ACCEPTANCE else _CALIBRATED) if is_demo else "")))
-        for (quantity, acceptance), which in deviations.items()]
+        for (quantity, acceptance), names in deviations.items()]
 
 
 _NAMES = {"alt": "ALT", "alr": "ALR", "speedup": "SR", "tokens_per_second": "tokens/s"}

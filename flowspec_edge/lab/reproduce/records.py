@@ -129,8 +129,8 @@ def records_of(artefact: Artefact, results: Sequence[Measured], paper: PaperResu
     records: list[Record] = []
     for measured in results:
         for value, stages, report in measured.points():
-            here = _Point(measured, value, stages, report)
-            records += here.records(_FIGURES[artefact.kind])
+            point = _Point(measured, value, stages, report)
+            records += point.records(_FIGURES[artefact.kind])
         records += _published(artefact.kind, measured, paper)
     return records
 
@@ -155,21 +155,21 @@ class _Point:
         for temperature in dict.fromkeys(s.temperature for s in samples):
             for method in methods:
                 parts: list[Estimates] = []
-                whole = [s for s in samples if (s.strategy, s.temperature) == (method, temperature)]
+                method_samples = [s for s in samples if (s.strategy, s.temperature) == (method, temperature)]
                 for task in tasks:
-                    of_task = [s for s in whole if s.task == task]
-                    if not of_task:
+                    task_samples = [s for s in method_samples if s.task == task]
+                    if not task_samples:
                         continue
 
                     def others(name: str, task: str = task, temperature: float = temperature) -> list[Sample]:
                         return [s for s in samples if s.cell == (name, task, temperature)]
 
-                    parts.append(figures(of_task, others, self.stages))
-                    yield from self._records_of(temperature, method, task, of_task, parts[-1])
+                    parts.append(figures(task_samples, others, self.stages))
+                    yield from self._records_of(temperature, method, task, task_samples, parts[-1])
                 if len(tasks) > 1 and len(parts) == len(tasks):
                     means: Estimates = {name: average([part[name] for part in parts]) for name in parts[0]
                                         if all(name in part for part in parts)}
-                    yield from self._records_of(temperature, method, MEAN, whole, means)
+                    yield from self._records_of(temperature, method, MEAN, method_samples, means)
 
     def _records_of(self, temperature: float, method: str, task: str, samples: Sequence[Sample],
                     figures: Estimates) -> Iterator[Record]:

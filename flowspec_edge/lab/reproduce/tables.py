@@ -68,16 +68,16 @@ def _speed_panels(records: Sequence[Record]) -> list[PaperPanel]:
     both = len(_distinct(records, "looks_up")) > 1
     for conditions in dict.fromkeys(r.conditions for r in records):
         profile, acceptance, looks_up, temperature = conditions
-        here = _matching(records, conditions=conditions)
-        measured = _matching(here, source=MEASURED)
-        tasks, papers = _distinct(measured, "task"), [s for s in _distinct(here, "source") if s != MEASURED]
+        matching_records = _matching(records, conditions=conditions)
+        measured = _matching(matching_records, source=MEASURED)
+        tasks, papers = _distinct(measured, "task"), [s for s in _distinct(matching_records, "source") if s != MEASURED]
         header = ["method", "draft", *(cell for title in (*map(str, tasks), *(f"paper, {p}" for p in papers))
                                        for cell in (title, "SR"))]
         quantities: tuple[Quantity, ...] = ("tokens_per_second", "speedup")
         rows = [[style_of(str(method)).label, _draft(measured, method),
                  *(_first(measured, quantity, task=task, method=method) for task in tasks
                    for quantity in quantities),
-                 *(_beside(_matching(here, source=source, quantity=quantity, method=method),
+                 *(_beside(_matching(matching_records, source=source, quantity=quantity, method=method),
                            _matching(measured, task=_whole(measured), quantity=quantity, method=method))
                    for source in papers for quantity in quantities)]
                 for method in _distinct(measured, "method")]
@@ -101,17 +101,17 @@ def _acceptance_panels(records: Sequence[Record]) -> list[PaperPanel]:
     both = len(_distinct(records, "looks_up")) > 1
     for profile, acceptance, looks_up in dict.fromkeys(
             (r.profile, r.acceptance, r.looks_up) for r in records):
-        here = _matching(records, profile=profile, acceptance=acceptance, looks_up=looks_up)
-        measured = _matching(here, source=MEASURED)
+        matching_records = _matching(records, profile=profile, acceptance=acceptance, looks_up=looks_up)
+        measured = _matching(matching_records, source=MEASURED)
         temperatures, task = _distinct(measured, "temperature"), _whole(measured)
-        papers = [source for source in _distinct(here, "source") if source != MEASURED]
+        papers = [source for source in _distinct(matching_records, "source") if source != MEASURED]
         titles = (*(f"T = {t:g}" for t in temperatures), *(f"paper, {source}" for source in papers))
         header = ["method", "draft", *(f"{name}, {title}" for title in titles for name in ("ALT", "ALR"))]
         quantities: tuple[Quantity, ...] = ("alt", "alr")
         rows = [[style_of(str(method)).label, _draft(measured, method),
                  *(_first(measured, quantity, method=method, task=task, temperature=t) for t in temperatures
                    for quantity in quantities),
-                 *(_beside(_matching(here, source=source, quantity=quantity, method=method),
+                 *(_beside(_matching(matching_records, source=source, quantity=quantity, method=method),
                            _matching(measured, task=task, quantity=quantity, method=method))
                    for source in papers for quantity in quantities)]
                 for method in _distinct(measured, "method")]

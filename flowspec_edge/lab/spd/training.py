@@ -105,9 +105,9 @@ def speculate(module: SpdModule, states: Sequence[Tensor], levels: Sequence[int]
     batch, rows, _ = states[0].shape
     positions = torch.arange(rows, device=fill.device)[None].expand(batch, -1)
     dtype = module.lm_head.weight.dtype
-    used = {level: states[level].to(dtype) for level in {0, *levels, *(level // 2 for level in levels)}}
-    newest = module.newest(used[0])
-    blocks = [module.feature(used[0], used[level // 2], used[level]) if level else newest
+    level_states = {level: states[level].to(dtype) for level in {0, *levels, *(level // 2 for level in levels)}}
+    newest = module.newest(level_states[0])
+    blocks = [module.feature(level_states[0], level_states[level // 2], level_states[level]) if level else newest
               for level in reversed(levels)]
     context = module.keys_values(torch.cat(blocks, dim=1), positions.repeat(1, len(levels)))
     out: Tensor = module(newest, positions, context, visibility(rows, len(levels), fill))

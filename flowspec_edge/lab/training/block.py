@@ -110,10 +110,10 @@ class Block(Student):
 
     def logits(self, hidden: Tensor, rows: Tensor, anchors: Tensor) -> Tensor:
         """Float32 [B, A, slots, V]; the token before a slot's is the text's."""
-        before = rows[:, self._places(anchors).clamp(max=rows.shape[1] - 1)]
+        before = rows[:, self._positions(anchors).clamp(max=rows.shape[1] - 1)]
         return self.head.after(before, hidden, self.target_logits(hidden))
 
-    def _places(self, anchors: Tensor) -> Tensor:
+    def _positions(self, anchors: Tensor) -> Tensor:
         """Return where the tokens stand after which slots rank: [A, slots]."""
         return anchors[:, None] + 1 + torch.arange(self.head.config.block_size, device=anchors.device)
 
@@ -121,7 +121,7 @@ class Block(Student):
                   depth: int) -> Tensor:
         states, features = reading
         with torch.no_grad():
-            target_probs = self.target_logits(features).softmax(-1)[:, self._places(anchors)]
+            target_probs = self.target_logits(features).softmax(-1)[:, self._positions(anchors)]
         logits = self.logits(self.hidden(states[:, :-1] + noise, rows, anchors), rows, anchors)
         costs = (logits.logsumexp(-1) - (target_probs * logits).sum(-1)).mean((0, 1))
         weights = fade ** torch.arange(len(costs), device=costs.device)

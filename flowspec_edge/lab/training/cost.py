@@ -78,13 +78,13 @@ def training_cost(config: Any, kind: str, recipe: HeadRecipe, free: int) -> Trai
     for step in _smaller(real):
         unrolled, memory = _counted(step, kind, recipe, recipe.depth)
         if step is real:
-            plain, needed = _counted(step, kind, recipe, 1)[0], memory
-            whole = recipe.plain * plain + (1 - recipe.plain) * unrolled
+            plain, memory_bytes = _counted(step, kind, recipe, 1)[0], memory
+            operations = recipe.plain * plain + (1 - recipe.plain) * unrolled
         if unrolled / rate <= _SECONDS and memory <= _MEMORY_SHARE * free:
             break
     seconds = _timed(step, kind, recipe, dev)
-    return TrainingCost(str(dev), recipe, whole / unrolled * seconds, step.description, step is real,
-                        seconds, needed, free)
+    return TrainingCost(str(dev), recipe, operations / unrolled * seconds, step.description, step is real,
+                        seconds, memory_bytes, free)
 
 
 def _smaller(real: _Step) -> Iterator[_Step]:

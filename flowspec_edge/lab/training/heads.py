@@ -259,13 +259,13 @@ class Readings:
         self._file, self._done_file = work / f"{student.name}-readings.bin", work / f"{student.name}-read.npy"
         shape = (self._count, length + 1, self._states + hidden)
         self._stored = _reserved(self._file, shape) if on_disk else None
-        self._done = np.zeros(self._count, dtype=bool)
+        self._is_stored = np.zeros(self._count, dtype=bool)
         if self._stored is not None and self._done_file.exists():
-            self._done = np.load(self._done_file)
+            self._is_stored = np.load(self._done_file)
 
     def take(self, numbers: Sequence[int]) -> Reading:
         """Return the readings of the windows with these numbers: float16 [B, n + 1, …], on the CPU."""
-        missing = [number for number in numbers if not self._done[number]]
+        missing = [number for number in numbers if not self._is_stored[number]]
         fresh: dict[int, Tensor] = {}
         for at in range(0, len(missing), _READ_AT_ONCE):
             some = missing[at : at + _READ_AT_ONCE]
@@ -273,7 +273,7 @@ class Readings:
         if self._stored is not None:
             for number, row in fresh.items():
                 self._stored[number] = row.numpy()
-                self._done[number] = True
+                self._is_stored[number] = True
         rows = torch.stack([fresh[number] if number in fresh else self._from_file(number) for number in numbers])
         features = rows[..., self._states :]
         return Reading(rows[..., : self._states] if self._states else features, features)
@@ -283,7 +283,7 @@ class Readings:
         if self._stored is not None:
             self._stored.flush()
             with replacing(self._done_file) as file:
-                np.save(file, self._done)
+                np.save(file, self._is_stored)
 
     def discard(self) -> None:
         """Delete the readings: the training is over."""

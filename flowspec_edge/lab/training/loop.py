@@ -159,18 +159,19 @@ def train(run: Run) -> None:
             value = run.loss(step, run.steps)
             nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
             run.optimiser.step(step, run.steps)
-            done, last, now = step + 1, step + 1 == run.steps, time.monotonic()
+            finished_steps, last, now = step + 1, step + 1 == run.steps, time.monotonic()
             smooth = value if smooth is None else 0.95 * smooth + 0.05 * value
-            progress.update(task, completed=done, note=f"loss {smooth:.3f}")
-            line = f"{run.name} step {done}/{run.steps}: loss {smooth:.3f}"
-            if done % run.report_every == 0 or last:
+            progress.update(task, completed=finished_steps, note=f"loss {smooth:.3f}")
+            line = f"{run.name} step {finished_steps}/{run.steps}: loss {smooth:.3f}"
+            if finished_steps % run.report_every == 0 or last:
                 progress.console.print(f"{line}  {run.report()}", soft_wrap=True)
             elif not progress.console.is_terminal and now - logged > _LOG_EVERY_S:
-                remaining = timedelta(seconds=round((now - began) / (done - start) * (run.steps - done)))
+                seconds = (now - began) / (finished_steps - start) * (run.steps - finished_steps)
+                remaining = timedelta(seconds=round(seconds))
                 progress.console.print(f"{line}  about {remaining} left", soft_wrap=True)
                 logged = now
             if last or now - saved > run.checkpoint_every_s:
-                _save(run, done)
+                _save(run, finished_steps)
                 saved = time.monotonic()
 
 

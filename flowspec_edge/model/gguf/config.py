@@ -118,13 +118,13 @@ def _gemma3(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if value := fields.number(key, 0):
             raise UsageError(f"{fields.path}: {fields.architecture}.{key} is {value}, which stages do not compute")
-    window, every = fields.number("attention.sliding_window", 0), fields.number("attention.sliding_window_pattern", 6)
-    if every < 1:
-        raise fields.unusable(f"{fields.architecture}.attention.sliding_window_pattern", every, "a number above 0")
+    window, pattern = fields.number("attention.sliding_window", 0), fields.number("attention.sliding_window_pattern", 6)
+    if pattern < 1:
+        raise fields.unusable(f"{fields.architecture}.attention.sliding_window_pattern", pattern, "a number above 0")
     scalar = config["head_dim"]
     if config["num_hidden_layers"] == 62:  # the 27B alone scales queries by another number than the width of heads
         scalar = config["hidden_size"] // max(1, config["num_attention_heads"])
-    return {"sliding_window": window or None, "sliding_window_pattern": every if window else 1,
+    return {"sliding_window": window or None, "sliding_window_pattern": pattern if window else 1,
             "query_pre_attn_scalar": scalar, "hidden_act": None, "hidden_activation": "gelu_pytorch_tanh",
             "rope_local_base_freq": float(fields.number("rope.freq_base_swa", 10_000.0))}
 

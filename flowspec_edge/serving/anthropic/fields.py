@@ -10,9 +10,9 @@ _ONE_TIER = "there is one model on one pipeline, for every caller"
 
 
 def _field(name: str, verdict: Verdict, explanation: str, example: Any, *neutral: Any) -> RequestField:
-    done = verdict == "implemented"
-    return RequestField(name, ("Anthropic",), ("messages",) if done else (), "refused" if done else verdict,
-                        explanation, example, neutral)
+    if verdict == "implemented":
+        return RequestField(name, ("Anthropic",), ("messages",), "refused", explanation, example, neutral)
+    return RequestField(name, ("Anthropic",), (), verdict, explanation, example, neutral)
 
 
 def _does(name: str, explanation: str, example: Any) -> RequestField:

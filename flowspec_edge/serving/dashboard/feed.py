@@ -172,7 +172,7 @@ class Feed(Observer):
         self._trees: deque[Snapshot] = deque(maxlen=_MAX_TREES)
         self._open: dict[int, DraftSession] = {}  # by session, the oldest first
         self._newest_root: tuple[int, int] | None = None  # session and root's position of the newest snapshot
-        self._due = 0.0  # when the next snapshot is
+        self._next_snapshot_at = 0.0  # when the next snapshot is
 
     @property
     def wants_times(self) -> bool:
@@ -207,7 +207,7 @@ class Feed(Observer):
         return next(filter(with_tree, self._open.values()), None)
 
     def _snap_if_due(self, at: float) -> None:
-        if at >= self._due and (draft_session := self._displayed_session()) is not None:
+        if at >= self._next_snapshot_at and (draft_session := self._displayed_session()) is not None:
             self._snap(draft_session, at)
 
     def _leave_tree(self, session: int, at: float) -> None:
@@ -221,7 +221,7 @@ class Feed(Observer):
         since = self._newest_root[1] if self._newest_root and self._newest_root[0] == session else None
         snapshot = take_snapshot(draft_session, at, since, over)
         if snapshot is not None:
-            self._due = at + _TREE_S
+            self._next_snapshot_at = at + _TREE_S
             self._newest_root = (session, snapshot.root.position)
             self._trees.append(snapshot)
 

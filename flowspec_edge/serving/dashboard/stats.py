@@ -111,7 +111,7 @@ class RequestStats(Observer):
         self._rounds: dict[str, deque[int]] = {}  # strategy -> draft tokens accepted in each round
         self._guessing: str | None = None  # the strategy whose rounds are shown
         self._slot_s = 0.0
-        self._shown: dict[str, float | None] = {}
+        self._shown_figures: dict[str, float | None] = {}
         self._joules: float | None = None  # per token of the newest answer
         self._total = {"requests": 0, "tokens": 0, "drafted": 0, "accepted": 0}
         self._sent_segments: deque[tuple[float, int, int]] = deque(maxlen=_SEGMENTS)  # when, session, rows
@@ -154,17 +154,17 @@ class RequestStats(Observer):
         if progress.first_at is None:
             progress.first_at = at
             if not progress.tokens_before and not event.finished and self._is_shown(session):
-                self._shown = {"ttft_s": at - progress.begun_at}
+                self._shown_figures = {"ttft_s": at - progress.begun_at}
         elif event.accepted is not None:
             self._add_round(progress, event.accepted, self._is_shown(session))
             progress.accepted += event.accepted
         seconds = at - progress.first_at
         generated = tokens - progress.tokens_before - 1
         if generated > 0 and seconds > 0 and self._is_shown(session):
-            self._shown["tokens_per_second"] = generated / seconds
-            self._shown["alr"] = generated / (event.rounds + 1)
+            self._shown_figures["tokens_per_second"] = generated / seconds
+            self._shown_figures["alr"] = generated / (event.rounds + 1)
             if self._slot_s:
-                self._shown["alt"] = generated * self._slot_s / seconds
+                self._shown_figures["alt"] = generated * self._slot_s / seconds
 
     def _ended(self, event: SessionEnded) -> None:
         is_shown, result = self._is_shown(event.session), event.result
@@ -180,8 +180,8 @@ class RequestStats(Observer):
             # The end of the text ends a round.
             self._add_round(progress, stats.accepted - progress.accepted, is_shown)
         if is_shown:
-            self._shown = {"tokens_per_second": stats.tokens_per_second, "alt": stats.alt,
-                           "alr": stats.alr, "ttft_s": stats.ttft_s}
+            self._shown_figures = {"tokens_per_second": stats.tokens_per_second, "alt": stats.alt,
+                                   "alr": stats.alr, "ttft_s": stats.ttft_s}
         self._joules = None if stats.energy_j is None else stats.energy_j / len(result.tokens)
         self._total["requests"] += 1
         self._total["tokens"] += len(result.tokens)
@@ -213,7 +213,7 @@ class RequestStats(Observer):
             rounds = len(newest_rounds)
             depths = [sum(n >= depth for n in newest_rounds) / rounds for depth in range(1, DEPTHS + 1)] \
                 if rounds else []
-            newest = {name: self._shown.get(name) for name in ("tokens_per_second", "alt", "alr", "ttft_s")}
+            newest = {name: self._shown_figures.get(name) for name in ("tokens_per_second", "alt", "alr", "ttft_s")}
             speeds = self._speeds(now)
             return {**newest, "joules_per_token": self._joules, "acceptance": depths, "rounds": rounds,
                     "rounds_of": self._guessing,
@@ -300,15 +300,15 @@ class Boards(Observer):
         with self._lock:
             self._beats.setdefault(rank, deque(maxlen=_NEWEST)).append((at, counters))
 
-    def _note_missing(self, places: Collection[int], at: float) -> None:
+    def _note_missing(self, ranks: Collection[int], at: float) -> None:
         """Note that these places are lost now, and no others."""
         with self._lock:
-            for rank in places:
+            for rank in ranks:
                 losses = self._losses.setdefault(rank, Losses())
                 if losses.since is None:
                     losses.count, losses.since = losses.count + 1, at
             for rank, losses in self._losses.items():
-                if losses.since is not None and rank not in places:
+                if losses.since is not None and rank not in ranks:
                     losses.away_s, losses.since = at - losses.since, None
 
     def losses(self, rank: int) -> dict[str, Any]:

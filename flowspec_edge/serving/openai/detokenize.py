@@ -26,7 +26,7 @@ class StopMatcher:
         if not all(stops):
             raise ValueError("a stop string must not be empty")
         self._stops = tuple(stops)
-        self._keeps = keeps
+        self._keeps_stop = keeps
         self._pending = ""
         self.stop: str | None = None  # the one that was found
 
@@ -46,7 +46,7 @@ class StopMatcher:
         if matches and may_stop:
             end, start = min(matches)
             self.stop, self._pending = text[start:end], ""
-            return text[: end if self._keeps else start]
+            return text[: end if self._keeps_stop else start]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._pending = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -269,9 +269,9 @@ class ResponseHandler:
         disconnection = asyncio.ensure_future(sse.disconnected(receive))
         try:
             requests = self._prepared.choices()
-            if len(requests) > (places := self._admission.places):
+            if len(requests) > (limit := self._admission.places):
                 param = "n" if len(self._prepared.prompts) == 1 else "prompt"
-                raise ApiError(400, f"{param}: at most {places} answers at once here, not {len(requests)}",
+                raise ApiError(400, f"{param}: at most {limit} answers at once here, not {len(requests)}",
                                param)
             for index, request in enumerate(requests):
                 pending = self._admission.submit(request, self._caller, partial(deliver, index))

@@ -204,8 +204,8 @@ class ServedModel:
         except UsageError as error:
             raise ApiError(400, f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
         opens = body.add_generation_prompt is not False and not continues
-        read = {name: value for name, value in values.items() if name not in unknown_values}
-        return (Rendering(read, opens, continues, bool(body.add_special_tokens)),
+        known_fields = {name: value for name, value in values.items() if name not in unknown_values}
+        return (Rendering(known_fields, opens, continues, bool(body.add_special_tokens)),
                 [f"chat_template_kwargs.{name}" for name in unknown_values])
 
     def _with_effort(self, effort: str, values: dict[str, Any], field: str) -> dict[str, Any]:

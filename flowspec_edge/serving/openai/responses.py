@@ -272,5 +272,5 @@ def completion_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def _token(text: str, logprob: float) -> dict[str, Any]:
-    whole = _PARTIAL not in text
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+    is_complete = _PARTIAL not in text
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_complete else None}

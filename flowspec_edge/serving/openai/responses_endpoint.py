@@ -204,8 +204,8 @@ class ResponseAnswer(Answer):
             if not self._open or self._output[-1]["type"] != kind:
                 events += [*self._finished(), *self._begin(_text_item(kind))]
             self._output[-1]["content"][0]["text"] += text
-            part_event, more = _PARTS[kind]
-            events.append(self._item_event(f"{part_event}.delta", content_index=0, delta=text, **more))
+            part_event, fields = _PARTS[kind]
+            events.append(self._item_event(f"{part_event}.delta", content_index=0, delta=text, **fields))
         return events
 
     def closing(self, index: int, finish: Finish, extra: dict[str, Any] | None = None,
@@ -235,13 +235,13 @@ class ResponseAnswer(Answer):
         item["status"] = status
         if item["type"] != "function_call":
             [part] = item["content"]
-            part_event, more = _PARTS[item["type"]]
-            done = [self._item_event(f"{part_event}.done", content_index=0, text=part["text"], **more),
-                    self._item_event("content_part.done", content_index=0, part=part)]
+            part_event, fields = _PARTS[item["type"]]
+            events = [self._item_event(f"{part_event}.done", content_index=0, text=part["text"], **fields),
+                      self._item_event("content_part.done", content_index=0, part=part)]
         else:
-            done = [self._item_event("function_call_arguments.done", name=item["name"],
-                                     arguments=item["arguments"])]
-        return [*done, self._event("output_item.done", output_index=self._at, item=item)]
+            events = [self._item_event("function_call_arguments.done", name=item["name"],
+                                       arguments=item["arguments"])]
+        return [*events, self._event("output_item.done", output_index=self._at, item=item)]
 
     @property
     def _at(self) -> int:

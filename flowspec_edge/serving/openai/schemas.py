@@ -40,12 +40,12 @@ class Ignoring(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
 
-def _whole(value: Any) -> Any:
+def _whole_number(value: Any) -> Any:
     """JSON has one kind of number, so some clients write 8 as 8.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
+Whole = Annotated[int, BeforeValidator(_whole_number)]
 TokenIds = Annotated[list[Whole], Field(max_length=_MAX_IDS)]
 
 
@@ -84,7 +84,7 @@ def _prompts(value: Any) -> Any:
     alone = isinstance(value, str) or (isinstance(value, list) and any(map(_is_id, value)))
     prompts = [value] if alone else value
     if isinstance(prompts, list):
-        prompts = [[*map(_whole, prompt)] if isinstance(prompt, list) else prompt for prompt in prompts]
+        prompts = [[*map(_whole_number, prompt)] if isinstance(prompt, list) else prompt for prompt in prompts]
     if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
         raise ValueError("must be a string, a list of token ids, or a list of either")
     if len(prompts) > _MAX_PROMPTS:
@@ -93,7 +93,7 @@ def _prompts(value: Any) -> Any:
 
 
 def _is_id(value: Any) -> bool:
-    return type(_whole(value)) is int
+    return type(_whole_number(value)) is int
 
 
 def _is_prompt(value: Any) -> bool:
@@ -108,7 +108,7 @@ def _bias(value: Any) -> Any:
     pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 and _is_id(pair[0])
                                             for pair in value)
     if pairs:
-        value = {str(_whole(token)): bias for token, bias in value}
+        value = {str(_whole_number(token)): bias for token, bias in value}
     if not isinstance(value, dict) or not all(re.fullmatch("[0-9]{1,9}", key) for key in value):
         raise ValueError('must be an object of token ids and numbers, {"42": -100}')
     if len(value) > _MAX_BIASES:
@@ -118,7 +118,7 @@ def _bias(value: Any) -> Any:
 
 def _count(value: Any) -> Any:
     """Read a count as some clients send it: false for none, and true, which other servers read as 1."""
-    return None if value is False else 1 if value is True else _whole(value)
+    return None if value is False else 1 if value is True else _whole_number(value)
 
 
 def _flag(value: Any) -> Any:

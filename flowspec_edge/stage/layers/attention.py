@@ -203,8 +203,8 @@ class PathMask:
         prefixes = Attended(torch.zeros_like(tail.outputs), torch.full_like(tail.log_sums, float("-inf")))
         for prefix in self._shared:  # a row without one keeps a share of 0
             parts = self._attend_prefix(prefix, queries[prefix.rows], kv, scaling)
-            for whole, part in zip(prefixes, parts, strict=True):
-                whole[prefix.rows] = part
+            for output, part in zip(prefixes, parts, strict=True):
+                output[prefix.rows] = part
         return _together([prefixes, tail], sinks)
 
     def _attend_tail(self, rows: slice, queries: Tensor, kv: Tensor, scaling: float) -> Attended:

@@ -238,9 +238,9 @@ def _padded(values: Sequence[int], length: int) -> list[int]:
 
 def _next_ahead(states: Sequence[int], paths: Sequence[Sequence[int]], block: int, ahead: int) -> int:
     """Return the key of the state that most of the rows farthest on need: the next pass is likely to need it."""
-    needed = {key: ((len(path) - 1) // block, states.count(key)) for path, key in zip(paths, states, strict=True)
-              if key != FOLDED}
-    return max(needed, key=needed.__getitem__, default=ahead)
+    step_rows = {key: ((len(path) - 1) // block, states.count(key)) for path, key in zip(paths, states, strict=True)
+                 if key != FOLDED}
+    return max(step_rows, key=step_rows.__getitem__, default=ahead)
 
 
 def _uploaded(arrays: Sequence[Sequence[int]], device: torch.device) -> Sequence[Tensor]:
@@ -273,8 +273,8 @@ def segment(rows: DeltaRows, states: Mapping[int, Tensor], entries: Entries, pla
             remembered = _remembered(both[step.tiled], at_hand, step) * gates[:, None, :, None]
             entries.targets[step.columns] = ((rows.values[step.rows] - remembered[:, 0])
                                              * rows.betas[step.rows][..., None])
-            added = _summed(weights[in_blocks, :, places], entries.targets, step)
-            outputs.append(remembered[:, 1] + added)
+            corrections = _summed(weights[in_blocks, :, places], entries.targets, step)
+            outputs.append(remembered[:, 1] + corrections)
     row_outputs = outputs[0] if plan.outputs is None else torch.cat(outputs)[plan.outputs]
     return row_outputs, None if plan.ahead == FOLDED else ahead
 

@@ -81,12 +81,12 @@ class DeltaShape:
 class DeltaPass:
     """What a pass' rows read.
 
-    known      the key of the state that the layers keep beside their own
-    ancestors  [n, kernel] int64: which inputs enter each row's convolution, its own last
+    extra_state  the key of the state that the layers keep beside their own
+    ancestors    [n, kernel] int64: which inputs enter each row's convolution, its own last
     """
 
     plan: DeltaPlan
-    known: int
+    extra_state: int
     ancestors: Tensor
 
 
@@ -169,9 +169,9 @@ class RecurrentLayer:
         self._inputs[start : self._before + end] = inputs
         mixed = delta_rule.convolved(self._inputs[current.ancestors], weight)
         states = {FOLDED: self.state}
-        if current.known != FOLDED:
+        if current.extra_state != FOLDED:
             assert self.ahead is not None
-            states[current.known] = self.ahead
+            states[current.extra_state] = self.ahead
         outputs, self.ahead = delta_rule.segment(self._rows(mixed, log_decays, betas), states, self._some(slice(end)),
                                                  current.plan)
         return outputs

@@ -84,12 +84,12 @@ class QuantLinear(nn.Module, ABC):
         if (not self.scheme.joins([part.out_features for part in parts], self.in_features)
                 or len({(part.scheme, part.in_features, part.bias is None) for part in parts}) > 1):
             return None
-        whole = self.scheme.linear(rows, self.in_features, self.bias is not None, self.dtype, first.device)
-        for name, buffer in whole.named_buffers():
+        joined_linear = self.scheme.linear(rows, self.in_features, self.bias is not None, self.dtype, first.device)
+        for name, buffer in joined_linear.named_buffers():
             owner, _, buffer_name = name.rpartition(".")  # int8's are those of two planes
-            rows_in = getattr(whole.get_submodule(owner), "row_dims", {}).get(buffer_name, 0)
+            rows_in = getattr(joined_linear.get_submodule(owner), "row_dims", {}).get(buffer_name, 0)
             torch.cat([part.get_buffer(name) for part in parts], rows_in, out=buffer)
-        return whole
+        return joined_linear
 
     def fill_rows(self, lo: int, stored: Mapping[str, Tensor]) -> None:
         """Pack rows from ``lo`` on; ``lo`` and all slices but the last are multiples of ``ROW_BLOCK``."""

@@ -92,11 +92,11 @@ def _q4_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _q4_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     blocks = blocks.view(len(blocks), -1, 16 + _SUPER // 2)
-    whole, least = _half(blocks[..., :2]), _half(blocks[..., 2:4])
+    step_scale, least = _half(blocks[..., :2]), _half(blocks[..., 2:4])
     low, high, nibbles = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     steps = torch.cat((low & 63, (nibbles & 15) | (low >> 6 << 4)), -1)
     minima = torch.cat((high & 63, (nibbles >> 4) | (high >> 6 << 4)), -1)
-    scales = whole[..., None] * steps
+    scales = step_scale[..., None] * steps
     zeros = _MIDDLE * scales - least[..., None] * minima
     codes = _halves(blocks[..., 16:].reshape(*blocks.shape[:2], -1, GROUP))
     return codes, scales.flatten(1), zeros.flatten(1)

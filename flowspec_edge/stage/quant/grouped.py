@@ -278,8 +278,8 @@ def rows_are_in_lanes(inner: int, device: torch.device) -> bool:
     codes = torch.arange(_TILE * _TILE * width, device=device).mul_(97).remainder_(251).to(torch.uint8)
     codes = codes.view(_TILE * _TILE, width)
     ids = torch.arange(_TILE, device=device) * (_TILE + 1)
-    whole, some = (torch.ops.aten._convert_weight_to_int4pack(part, inner) for part in (codes, codes[ids]))
-    return torch.equal(packed_rows(whole, ids), some)
+    packed, some = (torch.ops.aten._convert_weight_to_int4pack(part, inner) for part in (codes, codes[ids]))
+    return torch.equal(packed_rows(packed, ids), some)
 
 
 def _fill_scales_zeros(scales_zeros: Tensor, lo: int, stored: Mapping[str, Tensor]) -> None:

@@ -62,15 +62,15 @@ def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: 
     tens of MB beyond the modules, and with schemes one packed matrix.  FlowspecError that names a missing,
     misshapen or damaged tensor.
     """
-    read: list[str] = []
+    names: list[str] = []
     buffer = torch.empty(PIECE, dtype=torch.uint8, device="cpu")
     for prefix, module in parts.items():
         packed = _packed(prefix, module, checkpoint, schemes, dtype, device) if schemes else {}
-        places = _joined(prefix, module, dtype, device)
+        joined_parts = _joined(prefix, module, dtype, device)
         state = module.state_dict()
         values = {key: value for key, value in state.items() if key.endswith(_JOINED)}
         shapes = {f"{prefix}.{key}": value.shape for key, value in state.items() if key not in values}
-        shapes |= {name: part.shape for name, part in places.items()}
+        shapes |= {name: part.shape for name, part in joined_parts.items()}
         transposed = {f"{prefix}.{name}.weight" if name else f"{prefix}.weight"
                       for name, linear in module.named_modules()
                       if isinstance(linear, nn.Linear) and is_transposed(dtype, device)}
@@ -81,13 +81,13 @@ def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: 
                 packed[name].add(name, tensor)
             else:
                 value = load_tensor(checkpoint, name, shapes[name], dtype, device, name in transposed, buffer,
-                                    places.get(name))
-                if name not in places:
+                                    joined_parts.get(name))
+                if name not in joined_parts:
                     values[name.removeprefix(f"{prefix}.")] = value
-            read.append(name)
+            names.append(name)
         module.load_state_dict(values, strict=True, assign=True)
         module.requires_grad_(False).eval()
-    return read
+    return names
 
 
 def load_tensor(checkpoint: Checkpoint, name: str, shape: torch.Size, dtype: torch.dtype,
@@ -184,17 +184,17 @@ def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, schemes: Lay
 
 def _joined(prefix: str, module: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Make one linear of those that are side by side; return the places of their weights in it, by name."""
-    places: dict[str, Tensor] = {}
+    joined_parts: dict[str, Tensor] = {}
     for parent, paths, rows, columns in _side_by_side(module):
         if any(type(module.get_submodule(path)) is not nn.Linear for path in paths):
             continue  # one is packed
-        whole = nn.Linear(columns, sum(rows), bias=False, device="meta")
+        linear = nn.Linear(columns, sum(rows), bias=False, device="meta")
         weight = _empty((sum(rows), columns), dtype, device, is_transposed(dtype, device))
-        whole.weight = nn.Parameter(weight, requires_grad=False)
-        places |= {f"{prefix}.{path}.weight": part for path, part in
-                   zip(paths, weight.split(rows), strict=True)}
-        _join(parent, whole)
-    return places
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        joined_parts |= {f"{prefix}.{path}.weight": part for path, part in
+                         zip(paths, weight.split(rows), strict=True)}
+        _join(parent, linear)
+    return joined_parts
 
 
 def _side_by_side(module: nn.Module) -> Iterator[tuple[Any, list[str], list[int], int]]:
@@ -210,7 +210,7 @@ def _side_by_side(module: nn.Module) -> Iterator[tuple[Any, list[str], list[int]
                    [linear.out_features for linear in linears], linears[0].in_features)
 
 
-def _join(parent: Any, whole: nn.Module) -> None:
+def _join(parent: Any, linear: nn.Module) -> None:
     for name in parent.side_by_side:
         delattr(parent, name)
-    parent.joined = whole
+    parent.joined = linear

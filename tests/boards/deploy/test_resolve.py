@@ -11,7 +11,7 @@ from kits.sharded_models import cut
 from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
 
 from flowspec_edge.boards.deploy.resolve import Deployment, d0_bytes, drafting, process_bytes, resolve_deployment
-from flowspec_edge.boards.doctor.model import needed, parts_of
+from flowspec_edge.boards.doctor.model import needed_bytes, parts_of
 from flowspec_edge.boards.inventory import load_inventory
 from flowspec_edge.boards.planning.layer_split import problem_for
 from flowspec_edge.boards.planning.model_size import model_bytes
@@ -280,7 +280,7 @@ def test_the_draft_device_holds_what_drafts(home: Path, tmp_path: Path, cluster:
     cut(model, tmp_path / "cut", 1, "fp16")
     part = Manifest.read(tmp_path / "cut-alone").part("draft")
     needs = part.weight_bytes + part.cache_bytes(*plain.caches)
-    assert needed(plain)["a"] - process_bytes(plain, plain.draft) == needs
+    assert needed_bytes(plain)["a"] - process_bytes(plain, plain.draft) == needs
     if not plain.head:
         whole = Manifest.read(tmp_path / "cut")
         assert d0_bytes(plain, whole) == needs

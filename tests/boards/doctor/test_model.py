@@ -8,7 +8,7 @@ import pytest
 from kits import sharded_models, ssh_boards
 
 from flowspec_edge.boards.deploy.resolve import resolve_deployment
-from flowspec_edge.boards.doctor.model import board_parts, needed
+from flowspec_edge.boards.doctor.model import board_parts, needed_bytes
 from flowspec_edge.boards.probe.checks import judge
 from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.boards.probe.service_rules import BoardPart
@@ -45,8 +45,8 @@ def test_what_is_needed_is_what_the_manifest_says(boards: ssh_boards.Boards, tmp
     final norm, which is VN's alone."""
     sharded_models.cut(resolve_model("demo").path, tmp_path / "shards", 2, "fp16")
     path = tmp_path / "cluster.toml"
-    whole = needed(resolve_deployment(boards.with_cluster(model="demo", dtype="fp16"), path))
-    cut = needed(resolve_deployment(boards.with_cluster(model="shards"), path))
+    whole = needed_bytes(resolve_deployment(boards.with_cluster(model="demo", dtype="fp16"), path))
+    cut = needed_bytes(resolve_deployment(boards.with_cluster(model="shards"), path))
     assert list(whole) == list(cut) == ["board-0", "board-1", "board-2"]
     norm = 2 * Manifest.read(tmp_path / "shards").hidden_width
     assert (whole["board-1"] - norm, whole["board-2"]) == (cut["board-1"], cut["board-2"])

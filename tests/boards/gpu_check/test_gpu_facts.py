@@ -119,7 +119,7 @@ def test_no_piece_is_large_enough(printed: bytes, error: Exception, reason: str,
 
 
 def test_what_a_driver_prints_is_heard_and_stderr_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
-    with gpu_facts._heard() as lines:
+    with gpu_facts._capture_stderr() as lines:
         subprocess.run(["sh", "-c", "echo from C >&2"], check=True)
     os.write(2, b"afterwards\n")
     assert lines == ["from C"]

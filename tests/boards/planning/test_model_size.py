@@ -146,7 +146,7 @@ def test_a_real_stage_of_qwen2_7b(tmp_path: Path) -> None:
     with random bits, loaded by a process of its own. On a CPU; kernels for GPUs pack into as many bytes."""
     found = footprint("qwen2-7b", [FIRST], tmp_path, layers=2)
     assert found.planned > 250e6
-    assert found.held == pytest.approx(found.planned, rel=0.001)
+    assert found.tensor_bytes == pytest.approx(found.planned, rel=0.001)
     assert found.anonymous - found.free == pytest.approx(found.planned, abs=25e6)
     # What a process needs whatever the model is in the plan's "process MB".
     assert found.peak < found.planned * 1.05 + 60e6

@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from flowspec_edge.boards.planning.model_size import ModelBytes, model_bytes
 from flowspec_edge.cli.main import main
-from flowspec_edge.model.catalogue import find_known, known_models
+from flowspec_edge.model.catalogue import find_known_model, known_models
 from flowspec_edge.model.chat import BUILT_IN, recognise
 from flowspec_edge.model.opened import OpenModel, resolve_model
 
@@ -55,7 +55,7 @@ def test_an_entry_is_a_model_that_stages_run(name: str) -> None:
     known = known_models()[name]
     size = size_of(name)
     assert (size.name, size.layers) == (name, known.config["num_hidden_layers"])
-    assert find_known(known.target) == find_known(known.target.upper()) == (name, known)
+    assert find_known_model(known.target) == find_known_model(known.target.upper()) == (name, known)
     assert known.chat_template in (None, *BUILT_IN)
     assert set(known.config) <= set(AutoConfig.for_model(**known.config).to_dict()) | {"rope_theta",
                                                                                        "rope_scaling",
@@ -98,7 +98,7 @@ def test_plan_fetches_config_json_alone(tmp_path: Path, online: Hub) -> None:
 def test_a_fetched_model_has_a_name_everywhere(tmp_path: Path, place: Path, online: Hub,
                                               capsys: pytest.CaptureFixture[str]) -> None:
     source = tiny_model_dir(tmp_path / "source")
-    found = find_known("llama-2-7b")
+    found = find_known_model("llama-2-7b")
     assert found is not None
     known = found[1]
     head = known.heads["eagle2"]

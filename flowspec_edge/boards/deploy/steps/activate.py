@@ -111,8 +111,8 @@ def settle(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
 
 def units(state: BoardState, facts: BoardFacts) -> Action:
     """Install the release's units where systemd reads them."""
-    there = facts.releases.get(state.release)
-    files = file_digests(state) if state.files else there.files if there else {}
+    board_release = facts.releases.get(state.release)
+    files = file_digests(state) if state.files else board_release.files if board_release else {}
     digests = {path.removeprefix("units/"): sha256 for path, sha256 in files.items()
                if path.startswith("units/")}
     changed = sorted(name for name, sha256 in digests.items() if facts.units.get(name) != sha256)
@@ -154,9 +154,9 @@ def started(state: BoardState, facts: BoardFacts) -> Action:
 def tidy(state: BoardState, facts: BoardFacts) -> Action:
     """Remove old releases, and environments and images that no release uses."""
     switched = facts.current != paths.release_dir(state.release)
-    used = {state.release, _name(_before(state, facts) if switched and facts.current else facts.previous)}
-    spare = [name for name in facts.releases if name not in used and not name.endswith((".partial", ".old"))]
-    retained = used | {*spare[:_RETAINED_RELEASES]}
+    used_releases = {state.release, _name(_before(state, facts) if switched and facts.current else facts.previous)}
+    spare = [name for name in facts.releases if name not in used_releases and not name.endswith((".partial", ".old"))]
+    retained = used_releases | {*spare[:_RETAINED_RELEASES]}
     in_use = {_name(release.venv) for name, release in facts.releases.items() if name in retained}
     if state.environment:
         in_use.add(state.environment.digest)

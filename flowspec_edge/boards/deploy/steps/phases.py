@@ -26,9 +26,9 @@ from flowspec_edge.boards.probe.facts import BoardFacts
 def down(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     yield stop_and_forget("services stopped", [*facts.services])
     yield not_at_boot(facts)
-    there = [f"{paths.UNITS}/{unit}" for unit in (paths.DRAFT_UNIT, paths.VERIFY_UNIT) if unit in facts.units]
-    yield Action("units removed", (quote("rm", "-f", *there), "systemctl daemon-reload",
-                                   f"sync -f {paths.UNITS}") if there else ())
+    unit_files = [f"{paths.UNITS}/{unit}" for unit in (paths.DRAFT_UNIT, paths.VERIFY_UNIT) if unit in facts.units]
+    yield Action("units removed", (quote("rm", "-f", *unit_files), "systemctl daemon-reload",
+                                   f"sync -f {paths.UNITS}") if unit_files else ())
     yield from power_restored(facts)  # last: fails if the mode needs a reboot
 
 

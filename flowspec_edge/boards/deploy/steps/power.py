@@ -57,8 +57,8 @@ def power(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
         f"nvpmodel -q | tail -n 1 > {_BEFORE}.new/mode",
         f"! command -v jetson_clocks >/dev/null || jetson_clocks --store {_BEFORE}.new/clocks",
         f"sync -f {_BEFORE}.new && mv -T {_BEFORE}.new {_BEFORE}")
-    done = facts.power_kept and facts.power_number == modes[mode]
-    yield Action("power mode", () if done else (*keep, f"sh -ec {quote(power_script(mode))}"))
+    is_set = facts.power_kept and facts.power_number == modes[mode]
+    yield Action("power mode", () if is_set else (*keep, f"sh -ec {quote(power_script(mode))}"))
 
 
 def power_at_boot(state: BoardState, facts: BoardFacts, switched: bool) -> Iterator[Action]:

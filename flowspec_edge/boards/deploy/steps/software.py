@@ -43,8 +43,8 @@ def software(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     yield clock(facts)
     yield account(facts)
     for path, owner, mode in _DIRECTORIES:
-        there = facts.modes.get(path) == f"{mode} {owner}"
-        yield Action(f"directory {path}", () if there else (
+        is_there = facts.modes.get(path) == f"{mode} {owner}"
+        yield Action(f"directory {path}", () if is_there else (
             quote("install", "-d", "-m", mode, "-o", owner, "-g", owner, path),))
     yield from image(state.environment, facts) if isinstance(state.environment, Image) else environment(state, facts)
     yield from power(state, facts)

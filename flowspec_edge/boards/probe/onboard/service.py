@@ -41,9 +41,9 @@ def read_release(link: str) -> Any:
             release = json.load(file)
     except (OSError, ValueError):
         return None
-    whole = (isinstance(release, dict) and isinstance(release.get("id"), str)
-             and release.get("role") in ("draft", "verify") and isinstance(release.get("stage"), int))
-    return {**release, "tried": not os.path.exists(os.path.join(link, UNTRIED))} if whole else None
+    is_whole = (isinstance(release, dict) and isinstance(release.get("id"), str)
+                and release.get("role") in ("draft", "verify") and isinstance(release.get("stage"), int))
+    return {**release, "tried": not os.path.exists(os.path.join(link, UNTRIED))} if is_whole else None
 
 
 def show(unit: str) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def machine_facts(paths: list[str]) -> dict[str, Any]:
             "timedatectl": timedatectl, "ntp": ntp(timedatectl), "desktop": desktop(),
             "python": list(sys.version_info[:3]), "packages": l4t_packages(),
             "environments": environments(paths), "links": links(),
-            "disks": {path: disk(path) for path in paths}, "memory": memory(own_processes())}
+            "disks": {path: disk(path) for path in paths}, "memory": memory(list_service_pids())}
 
 
 def files() -> dict[str, str]:
@@ -108,8 +108,8 @@ def interface_of(address: str) -> str:
     """Return the interface that has ``address``, else the one of the ssh connection, else ""."""
     interfaces = ipv4_addresses()
     for candidate in (address, *os.environ.get("SSH_CONNECTION", "").split()[2:3]):
-        for name, there in interfaces.items():
-            if candidate in there:
+        for name, addresses in interfaces.items():
+            if candidate in addresses:
                 return name
     return ""
 
@@ -164,7 +164,7 @@ def gpu_buffers(pids: set[int]) -> int:
     return total
 
 
-def own_processes() -> set[int]:
+def list_service_pids() -> set[int]:
     pids = set()
     for line in output("systemctl", "show", "--property=ControlGroup", *_UNITS).splitlines():
         group = line.partition("=")[2]
@@ -199,9 +199,9 @@ def foreign_holders(ports: list[int]) -> dict[int, tuple[Any, str]]:
 
     The services are listed before and after: one that cannot reach its neighbours restarts again and again.
     """
-    before = own_processes()
+    before = list_service_pids()
     listeners = holders(ports)
-    service_pids = before | own_processes()
+    service_pids = before | list_service_pids()
     return {port: holder for port, holder in listeners.items()
             if not isinstance(holder[0], int) or holder[0] not in service_pids}
 
@@ -210,10 +210,10 @@ def why_not_root() -> str:
     """Return why this user cannot become root without a password; "" if they can."""
     if os.geteuid() == 0:
         return ""
-    done = run(["sudo", "-n", "true"])
-    if done is None:
+    completed = run(["sudo", "-n", "true"])
+    if completed is None:
         return "there is no sudo"
-    return "" if done.returncode == 0 else last_line(done.stderr) or "sudo -n true fails"
+    return "" if completed.returncode == 0 else last_line(completed.stderr) or "sudo -n true fails"
 
 
 def docker() -> dict[str, Any]:
@@ -228,14 +228,14 @@ def docker() -> dict[str, Any]:
     """
     facts: dict[str, Any] = {"version": "", "why": "", "runtimes": [], "root": "",
                              "group": any(entry.gr_name == "docker" for entry in grp.getgrall()), "images": []}
-    done = run(["docker", "info", "--format={{json .}}"])
-    if done is None:
+    completed = run(["docker", "info", "--format={{json .}}"])
+    if completed is None:
         return {**facts, "why": "there is no docker" if shutil.which("docker") is None else "docker does not answer"}
     try:
-        info = json.loads(done.stdout)
+        info = json.loads(completed.stdout)
         facts.update(version=info["ServerVersion"], runtimes=sorted(info["Runtimes"]), root=info["DockerRootDir"])
     except (ValueError, LookupError, TypeError):
-        return {**facts, "why": last_line(done.stderr) or "docker does not answer"}
+        return {**facts, "why": last_line(completed.stderr) or "docker does not answer"}
     return {**facts, "images": output("docker", "images", "--format={{.Tag}}", IMAGE_NAME).split()}
 
 
@@ -262,16 +262,16 @@ def torch(check: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_torch_check(command: list[str]) -> dict[str, Any]:
-    done = run(command, _IMPORT_S)
+    completed = run(command, _IMPORT_S)
     try:
-        facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        facts: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
         return facts
     except (AttributeError, LookupError, ValueError):
-        if done is not None and done.returncode == -signal.SIGKILL:
+        if completed is not None and completed.returncode == -signal.SIGKILL:
             why = "MemoryError: the kernel killed the process, as it does when memory runs out"
         else:
-            why = f"importing it took more than {_IMPORT_S} s" if done is None else (
-                last_line(done.stderr) or f"importing it ends its process: {ended(done.returncode)}")
+            why = f"importing it took more than {_IMPORT_S} s" if completed is None else (
+                last_line(completed.stderr) or f"importing it ends its process: {ended(completed.returncode)}")
         return {"version": "", "file": "", "build": "", "numpy": "", "cuda": None, "built_for": None,
                 "gpu": "", "why": why, "numpy_fault": "", "gpu_fault": ""}
 
@@ -298,9 +298,9 @@ def user_packages() -> dict[str, str]:
             "if spec and str(spec.origin).startswith(own)}))")
     user = os.environ.get("SUDO_USER", "") if os.geteuid() == 0 else ""
     become = ["sudo", "-n", "-H", "-u", user, "--"] if user else []
-    done = run([*become, *code_command(code, python=sys.executable)])
+    completed = run([*become, *code_command(code, python=sys.executable)])
     try:
-        files: dict[str, str] = json.loads(done.stdout)
+        files: dict[str, str] = json.loads(completed.stdout)
         return files
     except (AttributeError, ValueError):
         return {}

@@ -41,8 +41,8 @@ def run(argv: list[str], seconds: float = _TIMEOUT_S) -> Any:
 
 def output(*command: str, seconds: float = _TIMEOUT_S) -> str:
     """Return a command's stdout, whatever its exit code; "" if it is missing or hangs."""
-    done = run(list(command), seconds)
-    return "" if done is None else str(done.stdout)
+    completed = run(list(command), seconds)
+    return "" if completed is None else str(completed.stdout)
 
 
 def assignments(properties_text: str) -> dict[str, str]:
