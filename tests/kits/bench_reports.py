@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import re
+from itertools import takewhile
+from pathlib import Path
 
 from flowspec_edge.lab.bench.results import BenchReport
 from flowspec_edge.lab.bench.samples import Sample
 
 SETTINGS = {"model": "tiny", "stages": 4, "draft": "eagle2", "pipedec_width": 16, "max_new_tokens": 64,
             "dtype": "fp32", "seed": 0}
+DOCUMENT = Path(__file__).parents[2] / "docs/reference/json.md"
 
 
 def report(strategies: list[str], tasks: list[str], temperatures: list[float], prompts: int = 3,
@@ -33,3 +37,10 @@ def report(strategies: list[str], tasks: list[str], temperatures: list[float], p
     settings = {**SETTINGS, "stages": stages, "tasks": facts}
     return BenchReport(profile, "virtual" if profile else "wall", settings, {"cpu": "none"}, "2026-01-02",
                        samples=samples, complete=True)
+
+
+def documented_fields(heading: str) -> set[str]:
+    """The names in the table that follows a line of docs/reference/json.md."""
+    lines = DOCUMENT.read_text(encoding="utf-8").partition(f"\n{heading}\n")[2].strip().splitlines()
+    table = takewhile(lambda line: line.startswith("|"), lines)
+    return {name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])}
