@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from kits.bench_reports import documented_fields
+from kits.network_beds import heed_ctrl_c
 from kits.plain_answers import tokenizer_of
 from kits.rail_files import board, once_measured
 from kits.tiny_model_dir import tiny_model_dir
@@ -163,22 +164,6 @@ def test_truncation_keeps_the_end_of_a_prompt(model: Path, tmp_path: Path) -> No
     assert ends["long"]["samples"][0]["ttft_s"] == ends["short"]["samples"][0]["ttft_s"]
 
 
-def test_resuming_measures_what_is_missing_and_no_more(model: Path, prompts: Path, tmp_path: Path) -> None:
-    whole, path = tmp_path / "whole.json", tmp_path / "part.json"
-    first = bench(model, prompts, path, "--strategies", "chunk_pp")
-    first["samples"][0]["ttft_s"] = 77.0  # who measured it again would lose this
-    path.write_text(json.dumps(first))
-    resumed = bench(model, prompts, path, "--strategies", "chunk_pp,flowspec", "--resume")
-    assert resumed["samples"][0]["ttft_s"] == 77.0
-    resumed["samples"][0]["ttft_s"] = resumed["samples"][1]["ttft_s"]
-    expected = bench(model, prompts, whole, "--strategies", "chunk_pp,flowspec")
-    assert resumed["samples"][1:] == expected["samples"][1:]
-    assert [row["alt"] for row in resumed["rows"]] == [row["alt"] for row in expected["rows"]]
-    before = path.read_bytes()
-    bench(model, prompts, path, "--strategies", "chunk_pp,flowspec", "--resume")
-    assert path.read_bytes() == before
-
-
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_an_interrupted_run_keeps_what_it_has(model: Path, prompts: Path, tmp_path: Path) -> None:
@@ -186,9 +171,8 @@ def test_an_interrupted_run_keeps_what_it_has(model: Path, prompts: Path, tmp_pa
     command = (sys.executable, "-m", "flowspec_edge.cli.main", "bench", "run", "--model", str(model),
                "--prompts", str(prompts), "--stages", "2", "--strategies", "autoregressive,chunk_pp",
                "--temperatures", "0,1", "--max-new-tokens", "60", "--repeats", "1000", "--json", str(path))
-    # A shell's background job ignores SIGINT, and what it starts inherits that.
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
+                          preexec_fn=heed_ctrl_c) as process:
         while not path.exists():  # T = 0 is quick, T = 1 longer than any test lasts
             with pytest.raises(subprocess.TimeoutExpired):  # it must not end by itself
                 process.wait(0.05)
