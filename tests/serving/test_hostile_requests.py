@@ -43,9 +43,8 @@ def test_a_hostile_schema_is_its_clients_error(held: Held, model: Path, schema: 
         assert ask(server, "x", extra_body=wanting(ORDINARY), max_tokens=60)
 
 
-def test_tools_pass_the_same_gate(held: Held, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "tools.jinja").write_text("{# tools <tool_call> #}{{ messages[0].content }}")
-    with running(served(model, str(tmp_path / "tools.jinja")), held) as server:
+def test_tools_pass_the_same_gate(held: Held, model: Path) -> None:
+    with running(served(model, "{# tools <tool_call> #}{{ messages[0].content }}"), held) as server:
         def call(parameters: dict[str, Any], **more: Any) -> Any:
             function = {"name": "f", "parameters": parameters}
             return server.client.chat.completions.create(
@@ -64,10 +63,8 @@ def test_tools_pass_the_same_gate(held: Held, model: Path, tmp_path: Path) -> No
     "{{ 10.0 ** 1000 }}", "{{ 'x' * 10 ** 10 }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "{{ '\\ud800' }}", "{{ messages * 10 ** 8 }}", "{{ raise_exception('x' * 10 ** 6) }}",
 ])
-def test_a_hostile_template_is_an_error_of_each_chat(held: Held, model: Path, tmp_path: Path, template: str
-                                                     ) -> None:
-    (tmp_path / "t.jinja").write_text(template)
-    with running(served(model, str(tmp_path / "t.jinja")), held) as server:
+def test_a_hostile_template_is_an_error_of_each_chat(held: Held, model: Path, template: str) -> None:
+    with running(served(model, template), held) as server:
         error = refused(lambda: server.client.chat.completions.create(
             model=NAME, messages=[{"role": "user", "content": "x"}]))
         assert error.param == "messages"

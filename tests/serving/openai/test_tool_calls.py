@@ -86,16 +86,9 @@ HISTORY: list[Any] = [
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("template") / "tools.jinja"
-    path.write_text(TEMPLATE)
-    return path
-
-
-@pytest.fixture(scope="module")
-def server(model: Path, processes: ProcessCluster, template: Path) -> Iterator[Running]:
+def server(model: Path, processes: ProcessCluster) -> Iterator[Running]:
     pytest.importorskip("llguidance")
-    with running(served(model, str(template)), processes) as it:
+    with running(served(model, TEMPLATE), processes) as it:
         yield it
 
 
@@ -160,8 +153,8 @@ def test_a_call_of_a_response_is_the_chats(server: Running) -> None:
         "response.output_item.done", "response.incomplete"]
 
 
-def test_calls_and_their_outputs_go_back_as_input(model: Path, template: Path) -> None:
-    what = served(model, str(template))
+def test_calls_and_their_outputs_go_back_as_input(model: Path) -> None:
+    what = served(model, TEMPLATE)
     (asked, called, told), [call] = HISTORY, HISTORY[1]["tool_calls"]
     items = [asked, {"type": "function_call", "call_id": call["id"], "id": "fc_1", "status": "completed",
                      **call["function"]},
@@ -180,8 +173,8 @@ def test_calls_and_their_outputs_go_back_as_input(model: Path, template: Path) -
         assert chat == response
 
 
-def test_the_template_gets_the_tools_and_the_calls_so_far(model: Path, template: Path) -> None:
-    what = served(model, str(template))
+def test_the_template_gets_the_tools_and_the_calls_so_far(model: Path) -> None:
+    what = served(model, TEMPLATE)
 
     def rendered(messages: list[Any], **how: Any) -> str:
         body = read_body(ChatBody, json.dumps({"model": NAME, "messages": messages, **how}).encode())
