@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from kits.network_beds import heed_ctrl_c
 from kits.process_clusters import PATIENCE
 
 # The program, which writes a byte to the descriptor in its first argument once it handles signals.
@@ -40,10 +41,9 @@ COMMANDS = (
 def check(command: tuple[str, ...], moment: float, out: Path) -> None:
     reader, writer = os.pipe()
     arguments = [str(out) if argument == "OUT" else argument for argument in command]
-    # A shell's background job ignores SIGINT, and what it starts inherits that.
     with subprocess.Popen([sys.executable, "-c", PROGRAM, str(writer), *arguments], text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[writer],
-                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
+                          preexec_fn=heed_ctrl_c) as process:
         try:
             os.close(writer)
             assert os.read(reader, 1) == b"1"

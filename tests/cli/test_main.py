@@ -8,18 +8,17 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from functools import cache
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
+from kits.command_options import all_commands
 from kits.tiny_model_dir import tiny_model_dir
 
-from flowspec_edge.cli.main import Commands, app, main
+from flowspec_edge.cli.main import Commands, main
 from flowspec_edge.device_profile import profile_names
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
@@ -27,16 +26,8 @@ from flowspec_edge.strategies.registry import STRATEGIES
 COMMAND = (sys.executable, "-m", "flowspec_edge.cli.main")
 
 
-def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], bool]]:
-    """Every visible command's path, and whether it is a group."""
-    children = getattr(group, "commands", {}) if path else {name: group.load(name) for name in Commands.lazy}
-    yield path, bool(children)
-    for name, child in children.items():
-        if not child.hidden:
-            yield from commands(child, (*path, name))
-
-
-COMMANDS = dict(commands(typer.main.get_command(app)))
+COMMANDS = [path for path, _ in all_commands() if not Commands.lazy[path[0]].hidden]
+GROUPS = [(), *dict.fromkeys(path[:end] for path in COMMANDS for end in range(1, len(path)))]
 LISTS = {("profiles",), ("models", "list")}  # which take nothing
 
 
@@ -51,8 +42,7 @@ def help_of(command: tuple[str, ...]) -> str:
     return printed(*command, "--help")
 
 
-@pytest.mark.parametrize("command", [path for path, is_group in COMMANDS.items()
-                                     if not is_group and path not in LISTS])
+@pytest.mark.parametrize("command", [path for path in COMMANDS if path not in LISTS])
 def test_help_has_examples(command: tuple[str, ...]) -> None:
     out = help_of(command)
     assert "Example" in out
@@ -95,7 +85,7 @@ def test_lists_have_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip()
 
 
-@pytest.mark.parametrize("command", [path for path, is_group in COMMANDS.items() if is_group])
+@pytest.mark.parametrize("command", GROUPS)
 def test_a_group_without_a_command_prints_its_help(command: tuple[str, ...],
                                                                   capsys: pytest.CaptureFixture[str]) -> None:
     assert main(list(command)) == 2

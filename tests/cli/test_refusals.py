@@ -1,4 +1,5 @@
-"""What a command refuses: one line says why, the exit code is 2, and nothing is written."""
+"""What a command refuses: one line says why, which cannot act on the terminal; the exit code is 2, and nothing is
+written."""
 
 from __future__ import annotations
 
@@ -37,9 +38,13 @@ REFUSALS = {
         "--devices orin-nano-8gb:2 --strategies megatron": "megatron exists in virtual time only",
         "--devices full.toml": "full alone lacks",
         "--devices full.toml:3 --dtype fp16": "in fp16 with 2048 tokens of context needs"},
+    "models inspect": {"a\x1b]0;title\x07": r"\x1b", "demo": "is not a sharded model"},
+    "generate x --model": {"\x9b2Jm\u202e": r"\x9b"},
+    "\x1b[31mno-such-command": {"": r"\x1b"},
+    "doctor --cluster": {"c\x1b[2J.toml": r"\x1b"},
     "plan --devices orin-nano-8gb:5 --model": {"lama-2-7b": "did you mean llama-2-7b"},
     **{command: {given: f"GGUF … {given}" for given in ("files", "files/model-q4.gguf", "files/nothing.gguf")}
-       for command in ("plan --devices orin-nano-8gb:2 --model", "generate x --model", "models head",
+       for command in ("plan --devices orin-nano-8gb:2 --model", "generate 'x y' --model", "models head",
                        "models shard --stages 2 --out out --model")},
     "device kernels": {
         "--rows '1;4'": "--rows must be whole numbers from 1, separated by commas, not '1;4'",
@@ -246,7 +251,7 @@ def test_one_line_says_why(place: Path, words: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(place)
     monkeypatch.delenv("FLOWSPEC_API_KEY", raising=False)
     before = written(place)
-    capsys.readouterr()
     line = error_line(capsys, main(shlex.split(words)))
+    assert line.rstrip("\n").isprintable()
     assert [part for part in CASES[words].split(" … ") if part not in line] == [], line
     assert written(place) == before

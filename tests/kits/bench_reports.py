@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,6 +19,7 @@ from flowspec_edge.lab.reproduce.records import Measured
 SVG = "{http://www.w3.org/2000/svg}"
 SETTINGS = {"model": "tiny", "stages": 4, "draft": "eagle2", "pipedec_width": 16, "max_new_tokens": 64,
             "dtype": "fp32", "seed": 0}
+DOCUMENT = Path(__file__).parents[2] / "docs/reference/json.md"
 
 
 def report(strategies: list[str], tasks: list[str], temperatures: list[float], prompts: int = 3,
@@ -68,3 +71,10 @@ def svg_texts(path: Path) -> list[str]:
     root = ElementTree.parse(path).getroot()
     assert root.tag == f"{SVG}svg"
     return ["".join(element.itertext()).strip() for element in root.iter(f"{SVG}text")]
+
+
+def documented_fields(heading: str) -> set[str]:
+    """The names in the table that follows a line of docs/reference/json.md."""
+    lines = DOCUMENT.read_text(encoding="utf-8").partition(f"\n{heading}\n")[2].strip().splitlines()
+    table = takewhile(lambda line: line.startswith("|"), lines)
+    return {name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])}

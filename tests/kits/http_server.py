@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import socket
@@ -224,6 +225,11 @@ class Running:
 
 
 def served(model: Path, template: str | None = "vicuna", strategy: str = "flowspec") -> ServedModel:
+    """``template``: a name, a file, or the text of one."""
+    if template and "{" in template:
+        file = model.parent / f"{hashlib.sha256(template.encode()).hexdigest()}.jinja"
+        file.write_text(template)
+        template = str(file)
     found = OpenModel(model)
     return ServedModel(found, Tokenizer(found, template), NAME, strategy, STRATEGIES, Params(), 24)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,11 @@ def prompts(demo: OpenModel) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(demo.target)
     lines = (resource_dir("models") / "demo" / "prompts.jsonl").read_text().splitlines()
     return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines[:PROMPTS]]
+
+
+def card_of(directory: Path) -> dict[str, Any]:
+    lines = (line.split(" = ", 1) for line in (directory / "card.toml").read_text().splitlines())
+    return {key: json.loads(value) for key, value in lines}
 
 
 def test_it_is_small(demo: OpenModel) -> None:
@@ -63,8 +70,7 @@ def test_other_readers_find_what_they_need(demo: OpenModel, part: str) -> None:
 def test_spds_module_is_what_its_card_says(demo: OpenModel) -> None:
     """Its size; and the agreement that its card reports is the share of tokens that SPD foresees in a run."""
     assert demo.draft("spd") is not None
-    lines = (line.split(" = ", 1) for line in (demo.draft("spd") / "card.toml").read_text().splitlines())
-    card = {key: json.loads(value) for key, value in lines}
+    card = card_of(demo.draft("spd"))
     module = load_module(demo.draft("spd"), torch.float32)
     assert card["parameters"] == sum(p.numel() for p in module.parameters())
     assert card["bytes"] <= 8e6
@@ -86,8 +92,7 @@ def test_the_deep_head_fits_its_card_and_is_lossless(demo: OpenModel) -> None:
     deep, first = demo.draft("eagle2-deep"), demo.draft("eagle2")
     assert deep is not None
     assert first is not None
-    lines = (line.split(" = ", 1) for line in (deep / "card.toml").read_text().splitlines())
-    card = {key: json.loads(value) for key, value in lines}
+    card = card_of(deep)
     assert "a demonstration" in card["summary"]
     files = [path for path in deep.iterdir() if path.name != "card.toml"]
     assert card["bytes"] == sum(path.stat().st_size for path in files) <= 1e6

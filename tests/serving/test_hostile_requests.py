@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import select
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from kits.http_server import NAME, Held, Running, ask, post, running, served
+from kits.http_server import NAME, Held, ask, post, running, served
 from kits.json_schemas import chain, hostile_schemas
 from kits.process_clusters import until
 
 from flowspec_edge.model.untrusted.processes import LimitedProcesses
-from flowspec_edge.serving.openai.prepare import ServedModel
 
 # Each takes all of the CPU time that there is for one.
 SLOW = [{"type": "integer", "multipleOf": 9999991 - 2 * i} for i in range(30)]
@@ -30,13 +28,6 @@ def wanting(schema: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
 
 
-@contextmanager
-def serving(held: Held, model: Path, template: str = "vicuna") -> Iterator[tuple[Running, ServedModel]]:
-    what = served(model, template)
-    with running(what, held) as server:
-        yield server, what
-
-
 def refused(call: Callable[[], Any]) -> openai.BadRequestError:
     with pytest.raises(openai.BadRequestError) as caught:
         call()
@@ -46,15 +37,14 @@ def refused(call: Callable[[], Any]) -> openai.BadRequestError:
 @pytest.mark.parametrize("schema", [{"type": "integer", "multipleOf": 9999991}, chain("", 2577),
                                     chain("items", 1025), {"const": "x" * 1_900_000}])
 def test_a_hostile_schema_is_its_clients_error(held: Held, model: Path, schema: dict[str, Any]) -> None:
-    with serving(held, model) as (server, _):
+    with running(served(model), held) as server:
         assert refused(lambda: ask(server, "x", extra_body=wanting(schema))).param == "response_format"
         assert ask(server, "x").usage.completion_tokens == 6
         assert ask(server, "x", extra_body=wanting(ORDINARY), max_tokens=60)
 
 
-def test_tools_pass_the_same_gate(held: Held, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "tools.jinja").write_text("{# tools <tool_call> #}{{ messages[0].content }}")
-    with serving(held, model, str(tmp_path / "tools.jinja")) as (server, _):
+def test_tools_pass_the_same_gate(held: Held, model: Path) -> None:
+    with running(served(model, "{# tools <tool_call> #}{{ messages[0].content }}"), held) as server:
         def call(parameters: dict[str, Any], **more: Any) -> Any:
             function = {"name": "f", "parameters": parameters}
             return server.client.chat.completions.create(
@@ -73,10 +63,8 @@ def test_tools_pass_the_same_gate(held: Held, model: Path, tmp_path: Path) -> No
     "{{ 10.0 ** 1000 }}", "{{ 'x' * 10 ** 10 }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "{{ '\\ud800' }}", "{{ messages * 10 ** 8 }}", "{{ raise_exception('x' * 10 ** 6) }}",
 ])
-def test_a_hostile_template_is_an_error_of_each_chat(held: Held, model: Path, tmp_path: Path, template: str
-                                                     ) -> None:
-    (tmp_path / "t.jinja").write_text(template)
-    with serving(held, model, str(tmp_path / "t.jinja")) as (server, _):
+def test_a_hostile_template_is_an_error_of_each_chat(held: Held, model: Path, template: str) -> None:
+    with running(served(model, template), held) as server:
         error = refused(lambda: server.client.chat.completions.create(
             model=NAME, messages=[{"role": "user", "content": "x"}]))
         assert error.param == "messages"
@@ -85,7 +73,7 @@ def test_a_hostile_template_is_an_error_of_each_chat(held: Held, model: Path, tm
 
 @pytest.mark.slow
 def test_other_clients_do_not_wait_for_slow_schemas(held: Held, model: Path) -> None:
-    with serving(held, model) as (server, _):
+    with running(served(model), held) as server:
         ask(server, "x", extra_body=wanting(ORDINARY), max_tokens=60)
         slow = [post(server, {"prompt": "x", "user": f"hostile {i % 3}", **wanting(schema)})
                 for i, schema in enumerate(SLOW)]
@@ -98,7 +86,8 @@ def test_other_clients_do_not_wait_for_slow_schemas(held: Held, model: Path) -> 
 
 
 def test_a_client_that_goes_ends_its_job(held: Held, model: Path) -> None:
-    with serving(held, model) as (server, what):
+    what = served(model)
+    with running(what, held) as server:
         processes: LimitedProcesses = what.tokenizer.grammars._processes
         ask(server, "x", extra_body=wanting(ORDINARY), max_tokens=60)
         connection = post(server, {"prompt": "x", **wanting(SLOW[0])})
@@ -114,7 +103,7 @@ def test_a_client_that_goes_ends_its_job(held: Held, model: Path) -> None:
 @pytest.mark.parametrize("count", [33, pytest.param(1000, marks=pytest.mark.soak)])
 def test_many_hostile_schemas(held: Held, model: Path, count: int) -> None:
     """Four at a time; each is answered with 200, 400 or 413, and the server serves on."""
-    with serving(held, model) as (server, _), ThreadPoolExecutor(4) as pool:
+    with running(served(model), held) as server, ThreadPoolExecutor(4) as pool:
         def status(item: tuple[int, tuple[str, dict[str, Any]]]) -> int:
             number, (_, schema) = item
             data = json.dumps({"model": NAME, "prompt": "x", "max_tokens": 8, "user": f"u{number % 5}",

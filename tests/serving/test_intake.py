@@ -61,18 +61,6 @@ def test_a_prompt_that_cannot_fit_is_not_tokenised(held: Held, model: Path) -> N
         assert ask(server, SLOW).usage.prompt_tokens == 9
 
 
-def test_other_clients_are_served_while_a_prompt_is_tokenised(held: Held, model: Path) -> None:
-    what = served(model)
-    tokenizer = Waiting(what.model, "vicuna")
-    with running(replace(what, tokenizer=tokenizer), held) as server, ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(ask, server, SLOW)
-        assert tokenizer.begun.wait(PATIENCE)
-        assert server.ready() == (200, "")
-        assert not slow.done()
-        tokenizer.may_end.set()
-        assert slow.result().usage.prompt_tokens == 9
-
-
 def test_the_queue_before_the_threads_is_bounded_and_fair(held: Held, model: Path) -> None:
     what = served(model)
     tokenizer = Waiting(what.model, "vicuna")

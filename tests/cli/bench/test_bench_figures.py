@@ -26,7 +26,6 @@ def test_a_plot_of_files(tmp_path: Path) -> None:
 def test_a_timeline_as_text_and_as_a_figure(model: Path, tmp_path: Path,
                                             capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--model", str(model), "--prompt", "import os", "--stages", "2", "--max-new-tokens", "16"]
-    capsys.readouterr()
     assert main(["bench", "timeline", "--strategy", "chunk_pp", *given, "--turns", "9", "--skip-turns", "4",
                  "--out", str(tmp_path / "t.svg")]) == 0
     out, err = capsys.readouterr()

@@ -18,7 +18,6 @@ def test_a_run_and_its_file_give_the_same_tables(model: Path, tmp_path: Path,
         (tmp_path / f"{task}.jsonl").write_text(json.dumps({"prompt": f"{task} "}) + "\n")
     given = [part for task in ("qa", "rag") for part in ("--prompts", str(tmp_path / f"{task}.jsonl"))]
     path = tmp_path / "out.json"
-    capsys.readouterr()
     assert main(["bench", "tables", "--model", str(model), *given, "--max-new-tokens", "6", "--stages", "2",
                  "--json", str(path)]) == 0
     out, err = capsys.readouterr()

@@ -26,6 +26,16 @@ def options(boards: ssh_boards.Boards, key: str = "user") -> list[str]:
             f"{boards.directory}/config"]
 
 
+@pytest.fixture
+def copied_machine_id(boards: ssh_boards.Boards, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The last board has the machine id of the first, as a copied SD card makes it."""
+    copied, machine = tmp_path_factory.mktemp("copied") / "machine-id", "/etc/machine-id"
+    copied.write_text((boards.root(0) / "run/machine-id").read_text())
+    boards.inside(2, "mount", "--bind", str(copied), machine)
+    yield
+    boards.inside(2, "mount", "--bind", "/run/machine-id", machine)  # its own again
+
+
 @ssh_boards.needs_boards
 def test_the_file_that_is_written_loads(boards: ssh_boards.Boards, tmp_path: Path,
                                         capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,11 +111,11 @@ def test_each_silent_board_has_a_line(boards: ssh_boards.Boards, tmp_path: Path,
 
 
 @ssh_boards.needs_boards
+@pytest.mark.usefixtures("copied_machine_id")
 def test_two_boards_with_one_machine_id_are_an_error(boards: ssh_boards.Boards, tmp_path: Path,
                                                      capsys: pytest.CaptureFixture[str]) -> None:
     """By one kernel: one machine; by two: a copied SD card."""
     hosts, out = [boards.bed.address(place) for place in (0, 1, 2)], tmp_path / "cluster.toml"
-    machine, boot = "/etc/machine-id", "/proc/sys/kernel/random/boot_id"
 
     def refused() -> str:
         assert main(["deploy", "init", *hosts, *options(boards), "--out", str(out)]) == 1
@@ -117,30 +127,20 @@ def test_two_boards_with_one_machine_id_are_an_error(boards: ssh_boards.Boards, 
         assert not out.exists()
         return error
 
-    copied, other = tmp_path / "machine-id", tmp_path / "boot_id"
-    copied.write_text((boards.root(0) / "run/machine-id").read_text())
+    other = tmp_path / "boot_id"
     other.write_text("00000000-0000-4000-8000-000000000000\n")
-    boards.inside(2, "mount", "--bind", str(copied), machine)
-    try:
-        assert "systemd-machine-id-setup" not in refused()
-        boards.inside(2, "mount", "--bind", str(other), boot)
-        assert "rm -f /etc/machine-id /var/lib/dbus/machine-id" in refused()
-    finally:
-        boards.inside(2, "mount", "--bind", "/run/machine-id", machine)  # its own again
+    assert "systemd-machine-id-setup" not in refused()
+    boards.inside(2, "mount", "--bind", str(other), "/proc/sys/kernel/random/boot_id")
+    assert "rm -f /etc/machine-id /var/lib/dbus/machine-id" in refused()
 
 
 @pytest.mark.slow
 @ssh_boards.needs_boards
-def test_doctor_names_the_board_whose_machine_id_is_anothers(boards: ssh_boards.Boards, tmp_path: Path,
+@pytest.mark.usefixtures("copied_machine_id")
+def test_doctor_names_the_board_whose_machine_id_is_anothers(boards: ssh_boards.Boards,
                                                              capsys: pytest.CaptureFixture[str]) -> None:
     """Slow because it measures the links, too."""
-    copied, machine = tmp_path / "machine-id", "/etc/machine-id"
-    copied.write_text((boards.root(0) / "run/machine-id").read_text())
-    boards.inside(2, "mount", "--bind", str(copied), machine)
-    try:
-        assert main(["doctor", "--cluster", str(boards.file), "--json"]) == 1
-    finally:
-        boards.inside(2, "mount", "--bind", "/run/machine-id", machine)  # its own again
+    assert main(["doctor", "--cluster", str(boards.file), "--json"]) == 1
     shown = json.loads(capsys.readouterr().out)["boards"]
     assert [[finding["state"] for finding in board["findings"] if finding["check"] == "machine-id"]
             for board in shown] == [[], [], ["failed"]]

@@ -15,11 +15,11 @@ from multiprocessing import connection
 from pathlib import Path
 
 import pytest
+from kits.plain_answers import plain_text
 from kits.process_clusters import PATIENCE
 from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.chat import Message
 from flowspec_edge.model.opened import OpenModel, resolve_model
 from flowspec_edge.model.text import Tokenizer
@@ -39,9 +39,7 @@ class Told:
     """What plain decoding answers to a chat, turn by turn."""
 
     def __init__(self, model: Path) -> None:
-        self._found = OpenModel(model)
-        self._tokenizer = Tokenizer(self._found, "vicuna")
-        self._plain = PlainDecoder(model)
+        self._model, self._tokenizer = model, Tokenizer(OpenModel(model), "vicuna")
 
     def ids(self, *said: str, system: str | None = None) -> list[int]:
         roles = ("user", "assistant")
@@ -49,9 +47,7 @@ class Told:
         return self._tokenizer.chat([*([Message("system", system)] if system else []), *turns])
 
     def answer(self, *said: str, system: str | None = None, sampling: Sampling | None = None) -> str:
-        stops = self._found.stop_ids | self._tokenizer.chat_stop_ids
-        ids, _ = self._plain.generate(self.ids(*said, system=system), ANSWER, sampling or Sampling(), stops)
-        return self._tokenizer.decode(ids)
+        return plain_text(self._model, self.ids(*said, system=system), ANSWER, sampling)
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +130,7 @@ def test_the_demonstration_model_is_the_default(
     out, err = capsys.readouterr()
     found = resolve_model()
     ids = Tokenizer(found, "bare").chat([Message("user", "def f(x):")])
-    plain, _ = PlainDecoder(found.path).generate(ids, 24, Sampling(), found.stop_ids)
-    assert out.strip("\n") == Tokenizer(found).decode(plain).strip("\n")
+    assert out.strip("\n") == plain_text(found.path, ids, 24).strip("\n")
     assert "not trained to chat" in err
 
 

@@ -43,7 +43,6 @@ def transformers_answer(model: Path, text: str) -> str:
 
 
 def test_the_same_words_twice_then_a_table(model: Path, capsys: pytest.CaptureFixture[str], processors: int) -> None:
-    capsys.readouterr()
     assert main(["demo", "--model", str(model), *FEW, "--seconds", "1000"]) == 0
     out = capsys.readouterr().out
     asked = next(prompt.text for prompt in load_prompts(demo_prompts()) if prompt.id == "13")
@@ -64,7 +63,6 @@ def test_the_same_words_twice_then_a_table(model: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("processors", [64], indirect=True)  # the emulated time of two answers is over a second
 def test_little_time_leaves_methods_out_and_says_which(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
     assert main(["demo", "--model", str(model), *FEW, "--seconds", "1"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "Left out, since 1 s were over (--seconds): chunk_pp, flowspec." in out
@@ -74,7 +72,6 @@ def test_little_time_leaves_methods_out_and_says_which(model: Path, capsys: pyte
 def test_a_model_with_a_chat_template_is_asked_through_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_model_dir(tmp_path, layers=2, hidden=32)
     (model / "target" / "chat_template.jinja").write_text(TEMPLATE)
-    capsys.readouterr()
     assert main(["demo", "What?", "--model", str(model), *FEW, "--seconds", "1"]) == 0
     out = capsys.readouterr().out
     assert "\nWhat?\n" in out

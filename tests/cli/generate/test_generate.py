@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kits.network_beds import heed_ctrl_c
 from kits.plain_answers import plain_text, tokenizer_of
 from kits.process_clusters import PATIENCE
 from kits.tiny_model_dir import never_ends, tiny_model_dir
@@ -81,9 +82,8 @@ def test_ctrl_c_stops_the_text_and_prints_its_figures(tmp_path: Path) -> None:
     model = never_ends(tiny_model_dir(tmp_path / "model", layers=2, hidden=32))
     arguments = [sys.executable, "-m", "flowspec_edge", "generate", PROMPT, "--model", str(model), "--clock",
                  "wall", "--stages", "2", "--max-new-tokens", "2000"]
-    # A shell's background job ignores SIGINT, and what it starts inherits that.
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
+                          preexec_fn=heed_ctrl_c) as process:
         try:
             assert process.stdout is not None
             begun = process.stdout.read(1)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from kits.chrome_traces import check_format, tracks
+from kits.network_beds import heed_ctrl_c
 
 from flowspec_edge.cli.main import main
 
@@ -53,9 +54,8 @@ def test_an_interrupted_request_leaves_what_there_is(model: Path, tmp_path: Path
     file.write_text("of an earlier one")
     command = [sys.executable, "-c", "import sys; from flowspec_edge.cli.main import main; sys.exit(main())",
                *arguments(model, file, 1900), "--temperature", "1"]
-    # A shell's background job ignores SIGINT, and what it starts inherits that.
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
+                          preexec_fn=heed_ctrl_c) as process:
         assert process.stdout is not None
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)

@@ -39,6 +39,7 @@ def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     ({"api_key_file": "/nowhere"}, "cannot read the API key /nowhere: No such file"),
     ({"api_key_file": "/dev/null"}, "/dev/null must hold an API key"),
     ({"worker_keys": ["x", "y"]}, "'x' is not a CURVE key"),
+    ({"instances": ["v1"], "worker_keys": ["x"]}, "was sharded into 2 stages, not 1"),
 ])
 def test_a_wrong_configuration_is_one_line(sharded: Path, tmp_path: Path, changes: dict[str, object],
                                            says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,13 +58,6 @@ def test_links_beyond_loopback_without_keys_are_one_line(sharded: Path, tmp_path
     code, err = failed(capsys, "draft", "--config", str(services.draft_file))
     assert code == 2
     assert "control: tcp://192.0.2.1:7701 is beyond loopback, where links have to be encrypted" in err
-
-
-def test_a_number_of_stages_that_the_model_was_not_cut_into(sharded: Path, tmp_path: Path,
-                                                           capsys: pytest.CaptureFixture[str]) -> None:
-    services = Services(sharded, tmp_path, {"instances": ["v1"], "worker_keys": ["x"]})
-    errors = failed(capsys, "draft", "--config", str(services.draft_file))[1]
-    assert "was sharded into 2 stages, not 1" in errors
 
 
 def test_a_key_file_elsewhere(sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

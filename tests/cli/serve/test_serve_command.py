@@ -18,6 +18,7 @@ from typing import IO, Any
 import httpx2
 import pytest
 from kits.error_lines import error_line
+from kits.network_beds import heed_ctrl_c
 from kits.plain_answers import plain_text
 from kits.process_clusters import PATIENCE, alive, until
 from kits.rail_files import board, once_measured
@@ -48,8 +49,7 @@ def started(model: Path, temporary: Path, *arguments: str) -> Iterator[subproces
     with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "TMPDIR": str(temporary)},
-            # A shell's background job ignores SIGINT, and what it starts inherits that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
+            preexec_fn=heed_ctrl_c) as process:
         try:
             yield process
         finally:

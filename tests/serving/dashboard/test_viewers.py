@@ -29,18 +29,6 @@ def test_a_viewer_that_takes_nothing_keeps_the_newest() -> None:
     assert sum(event.startswith("event: figures") for event in events) == 1
 
 
-def test_waiting_ends_with_the_next_event() -> None:
-    async def take() -> bytes:
-        viewer = Viewer()
-        coming = asyncio.ensure_future(viewer.take())
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(coming), 0.01)
-        viewer.put("tree", b"tree")
-        return await coming
-
-    assert asyncio.run(take()) == b"tree"
-
-
 class FailingFeed(Feed):
     def take_trees(self) -> list[Snapshot]:
         if self.watched:

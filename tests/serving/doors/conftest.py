@@ -20,11 +20,9 @@ enable_thinking is false %}<think></think>{% endif %}{% endif %}"""
 
 
 @pytest.fixture(scope="module")
-def what(model: Path, tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+def what(model: Path) -> ServedModel:
     pytest.importorskip("llguidance")
-    path = tmp_path_factory.mktemp("template") / "doors.jinja"
-    path.write_text(TEMPLATE)
-    return served(model, str(path))
+    return served(model, TEMPLATE)
 
 
 @pytest.fixture(scope="module")

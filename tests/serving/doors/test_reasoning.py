@@ -79,14 +79,12 @@ def test_formats_are_recognised_by_the_template() -> None:
     ("<think>", {"continue_final_message": True}, True),
     ("<think>", {"response_format": {"type": "json_object"}}, None),
     ("<think>", {"separate_reasoning": False}, None), ("<think>", {"reasoning_format": "none"}, None)])
-def test_whether_the_prompt_has_begun_it(model: Path, tmp_path: Path, end: str, how: dict[str, Any],
-                                         thinks: bool | None) -> None:
+def test_whether_the_prompt_has_begun_it(model: Path, end: str, how: dict[str, Any], thinks: bool | None) -> None:
     """None: the answer is not split."""
     if "response_format" in how:
         pytest.importorskip("llguidance")
-    (tmp_path / "t.jinja").write_text("{# <think> #}{% for turn in messages %}{{ turn.content }}{% endfor %}"
-                                      "{% if add_generation_prompt %}" + end + "{% endif %}")
-    what = served(model, str(tmp_path / "t.jinja"))
+    what = served(model, "{# <think> #}{% for turn in messages %}{{ turn.content }}{% endfor %}"
+                         "{% if add_generation_prompt %}" + end + "{% endif %}")
     turns = [*ASK, {"role": "assistant", "content": "<think>well"}] if "continue_final_message" in how else ASK
     prepared = what.chat(body_of(ChatBody, {"model": NAME, "messages": turns, **how}, ()))
     parser = prepared.reasoning_parser()
@@ -156,16 +154,15 @@ def test_a_silent_request_reads_the_same_tokens(what: ServedModel) -> None:
 
 def test_channels_of_special_tokens(tmp_path: Path) -> None:
     """Which a decoder leaves out by default: without them the reasoning would run into the content."""
-    model = tiny_model_dir(tmp_path, layers=1, hidden=32)
+    model = tiny_model_dir(tmp_path / "model", layers=1, hidden=32)
     tokenizer = AutoTokenizer.from_pretrained(model / "target")
     words = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": words})
     tokenizer.save_pretrained(model / "target")
     config = model / "target" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": len(tokenizer)}))
-    (tmp_path / "harmony.jinja").write_text("{% for turn in messages %}<|start|>{{ turn.role }}<|channel|>final"
-                                            "<|message|>{{ turn.content }}<|end|>{% endfor %}<|start|>assistant")
-    what = served(model, str(tmp_path / "harmony.jinja"))
+    what = served(model, "{% for turn in messages %}<|start|>{{ turn.role }}<|channel|>final<|message|>"
+                         "{{ turn.content }}<|end|>{% endfor %}<|start|>assistant")
     prepared = what.chat(body_of(ChatBody, {"model": NAME, "messages": ASK}, ()))
     text = "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>Hello"
     ids = what.tokenizer.encode(text, special=False)

@@ -81,12 +81,13 @@ def test_too_many_or_too_few_are_refused(server: Running, n: int) -> None:
     assert caught.value.param == "n"
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_several_prompts_are_answered_as_each_alone(server: Running, n: int) -> None:
-    """Texts and token ids together, prompt-major: choice i of prompt p has the index n p + i."""
+@pytest.mark.parametrize(("n", "prompts"), [
+    (1, [PROMPT, "def f(x):", [50], "x"]), (2, [PROMPT, "def f(x):"]), (1, ["a b", "c"]), (1, [[40, 41], [42]])])
+def test_several_prompts_are_answered_as_each_alone(server: Running, n: int, prompts: list[Any]) -> None:
+    """Texts and token ids, together or, as lm-evaluation-harness sends them, of one kind; prompt-major: choice i of
+    prompt p has the index n p + i."""
     alone: list[tuple[str, str]] = []
     counted = [0, 0]
-    prompts: list[Any] = [PROMPT, "def f(x):"] if n == 2 else [PROMPT, "def f(x):", [50], "x"]
     how = {**HOW, "n": n, "logprobs": 1}
     for prompt in prompts:
         done = ask(server, **{**how, "prompt": prompt})
@@ -105,15 +106,6 @@ def test_several_prompts_are_answered_as_each_alone(server: Running, n: int) -> 
             pieces[choice.index] += choice.text
     assert pieces == [text for text, _ in alone]
     assert chunk.usage.total_tokens == sum(counted)
-
-
-def test_prompts_of_one_kind_are_a_batch_too(server: Running, model: Path) -> None:
-    """As lm-evaluation-harness sends them: token ids, or texts."""
-    texts = ["a b", "c"]
-    encode = served(model).tokenizer.encode
-    ids = [encode(text) for text in texts]
-    assert [choice.text for choice in ask(server, prompt=texts).choices] == \
-           [choice.text for choice in ask(server, prompt=ids).choices]
 
 
 def test_prompts_times_n_take_as_many_places(server: Running) -> None:

@@ -79,16 +79,9 @@ PROMPT = "def f(x): return"
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("template") / "thinks.jinja"
-    path.write_text(TEMPLATE)
-    return path
-
-
-@pytest.fixture(scope="module")
-def server(model: Path, processes: ProcessCluster, template: Path) -> Iterator[Running]:
+def server(model: Path, processes: ProcessCluster) -> Iterator[Running]:
     pytest.importorskip("llguidance")
-    with running(served(model, str(template), "autoregressive"), processes) as it:
+    with running(served(model, TEMPLATE, "autoregressive"), processes) as it:
         yield it
 
 

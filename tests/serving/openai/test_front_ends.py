@@ -34,11 +34,8 @@ QUESTION = "Weather in Rome?"
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, processes: ProcessCluster, tmp_path_factory: pytest.TempPathFactory
-           ) -> Iterator[Running]:
-    template = tmp_path_factory.mktemp("template") / "tools.jinja"
-    template.write_text(TEMPLATE)
-    with running(served(model, str(template)), processes) as it:
+def server(model: Path, processes: ProcessCluster) -> Iterator[Running]:
+    with running(served(model, TEMPLATE), processes) as it:
         yield it
 
 

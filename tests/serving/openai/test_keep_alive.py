@@ -45,17 +45,6 @@ def test_one_that_is_read_in_or_stands_still_is_told_so_too(held: Held, watch: W
         read_until(stream, b"data: [DONE]\n\n")
 
 
-def test_a_recovering_cluster_takes_but_begins_no_request(held: Held, model: Path) -> None:
-    with running(served(model), held) as server, ThreadPoolExecutor(1) as pool:
-        held.lost = "V2 was killed"
-        asked = pool.submit(ask, server, "x")
-        until(lambda: server.admission.readiness().waiting == 1)
-        assert server.ready() == (503, "the cluster is recovering: V2 was killed")
-        assert len(held.started) == 1  # the probe
-        held.lost = None
-        assert asked.result(PATIENCE).choices[0].text
-
-
 @pytest.mark.parametrize("chat", [True, False])
 def test_the_official_client_takes_no_notice(held: Held, model: Path, chat: bool) -> None:
     with running(served(model), held, keep_alive_s=SHORT) as server, ThreadPoolExecutor(1) as pool:

@@ -16,7 +16,6 @@ from openai.types.responses import Response
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.model.chat import recognise_tool_format
 from flowspec_edge.serving.openai.detokenize import CallPiece, ToolCallParser
-from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.responses_endpoint import ResponsesBody
 from flowspec_edge.serving.openai.schemas import ChatBody, read_body
 
@@ -77,10 +76,6 @@ WEATHER: dict[str, Any] = {"type": "function", "function": {
                                                     "days": {"type": "integer", "minimum": 1, "maximum": 9}},
                    "required": ["city", "days"], "additionalProperties": False}}}
 TIME: dict[str, Any] = {"type": "function", "function": {"name": "time"}}
-# As gpt-oss has it: messages of a turn on channels, tools as a namespace of types.
-HARMONY = """{% for turn in messages %}<|start|>{{ turn.role }}<|channel|>final<|message|>{{ turn.content }}\
-<|end|>{% endfor %}{% if tools %}namespace functions { {% for tool in tools %}type {{ tool.function.name }} \
-= ({{ tool.function.parameters | tojson }}) => any; {% endfor %}}{% endif %}<|start|>assistant"""
 HISTORY: list[Any] = [
     {"role": "user", "content": "Weather in Rome?"},
     {"role": "assistant", "content": None, "tool_calls": [{
@@ -91,16 +86,9 @@ HISTORY: list[Any] = [
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("template") / "tools.jinja"
-    path.write_text(TEMPLATE)
-    return path
-
-
-@pytest.fixture(scope="module")
-def server(model: Path, processes: ProcessCluster, template: Path) -> Iterator[Running]:
+def server(model: Path, processes: ProcessCluster) -> Iterator[Running]:
     pytest.importorskip("llguidance")
-    with running(served(model, str(template)), processes) as it:
+    with running(served(model, TEMPLATE), processes) as it:
         yield it
 
 
@@ -165,8 +153,8 @@ def test_a_call_of_a_response_is_the_chats(server: Running) -> None:
         "response.output_item.done", "response.incomplete"]
 
 
-def test_calls_and_their_outputs_go_back_as_input(model: Path, template: Path) -> None:
-    what = served(model, str(template))
+def test_calls_and_their_outputs_go_back_as_input(model: Path) -> None:
+    what = served(model, TEMPLATE)
     (asked, called, told), [call] = HISTORY, HISTORY[1]["tool_calls"]
     items = [asked, {"type": "function_call", "call_id": call["id"], "id": "fc_1", "status": "completed",
                      **call["function"]},
@@ -185,8 +173,8 @@ def test_calls_and_their_outputs_go_back_as_input(model: Path, template: Path) -
         assert chat == response
 
 
-def test_the_template_gets_the_tools_and_the_calls_so_far(model: Path, template: Path) -> None:
-    what = served(model, str(template))
+def test_the_template_gets_the_tools_and_the_calls_so_far(model: Path) -> None:
+    what = served(model, TEMPLATE)
 
     def rendered(messages: list[Any], **how: Any) -> str:
         body = read_body(ChatBody, json.dumps({"model": NAME, "messages": messages, **how}).encode())
@@ -198,27 +186,6 @@ def test_the_template_gets_the_tools_and_the_calls_so_far(model: Path, template:
         head, _, tail = rendered(HISTORY, tools=[WEATHER, TIME]).partition(" <tool_call>")
         assert json.loads(head) == [WEATHER, TIME]
         assert tail.endswith(told)
-    cut = json.loads(json.dumps(HISTORY).replace('\\"Rome\\"}', ""))  # by max_tokens
-    assert rendered(cut) == told.replace(" Rome>", " >")  # the template finds no city in the text
-
-
-def test_tools_in_an_unknown_format_are_refused(model: Path, tmp_path: Path) -> None:
-    """In one line, before the template sees them; chats without tools go on."""
-    (tmp_path / "harmony.jinja").write_text(HARMONY)
-    what = served(model, str(tmp_path / "harmony.jinja"))
-
-    def asked(**how: Any) -> list[int]:
-        body = read_body(ChatBody, json.dumps({"model": NAME, "messages": HISTORY[:1], **how}).encode())
-        return list(what.chat(body).request.prompt)
-
-    with pytest.raises(ApiError) as caught:
-        asked(tools=[WEATHER])
-    assert (caught.value.status, caught.value.param) == (400, "tools")
-    assert str(caught.value) == ("the model's chat template has no tools, or in a format that is not known "
-                                 'here: leave tools out, or send "tool_choice": "none"')
-    told = "<|start|>user<|channel|>final<|message|>Weather in Rome?<|end|><|start|>assistant"
-    assert what.tokenizer.decode(asked()) == told
-    assert asked(tools=[WEATHER], tool_choice="none") == asked()
 
 
 def test_a_schema_that_cannot_be_kept_is_refused_if_it_is_strict(server: Running) -> None:
