@@ -271,21 +271,3 @@ def test_an_adapter_in_the_place_of_a_head_is_named(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(UsageError, match=r"is an adapter \(LoRA\)"):
         open_draft(tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "dflash"])
-def test_the_headers_of_a_head_are_read_once(tmp_path, kind, monkeypatch):
-    model = tiny_model_dir(tmp_path, layers=8, hidden=H, vocab=V)
-    tiny_eagle3(model)
-    if kind == "dflash":
-        published_block(model / kind, width=H, vocabulary=V)
-    opened = []
-
-    class Counted(Checkpoint):
-        def __init__(self, directory, files=None):
-            opened.append(directory)
-            super().__init__(directory, files)
-
-    monkeypatch.setattr(checkpoint, "Checkpoint", Counted)
-    load_drafters(kind, model, LM_HEAD, EMBEDDING, "fp32", 8)
-    assert opened == [model / kind]
