@@ -7,18 +7,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from kits.block_drafters import published_block
 from kits.draft_heads import Eagle2, Eagle3, Session, published_eagle3
-from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
 from kits.tiny_models import tiny_llama
 
-from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.format import TargetFacts
 from flowspec_edge.drafting.load import load_drafters, needs_embedding
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.messages import Payload, Tap
 from flowspec_edge.model.output_head import OutputHead
-from flowspec_edge.model.weights.checkpoint import Checkpoint
 from flowspec_edge.sharding.drafts import check_fit, open_draft
 from flowspec_edge.stage.quant.schemes import head_scheme
 
