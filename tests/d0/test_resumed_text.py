@@ -13,6 +13,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 from kits.hypothesis_examples import examples
+from kits.stages import admit
 
 from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.d0.request import Request
@@ -59,9 +60,7 @@ def run(draft_session: DraftSession, engine: StageEngine, steps: int) -> list[in
                     if not steps:
                         return streamed
                     steps -= 1
-                    admitted = engine.admit(message)
-                    assert admitted is not None
-                    taps, output, *_ = engine.compute([admitted])[0]
+                    taps, output, *_ = engine.compute([admit(engine, message)])[0]
                     assert isinstance(output, Output)
                     for arrival in (*taps, output, Credit(message.session, message.epoch, message.run)):
                         scheduler.receive(arrival)

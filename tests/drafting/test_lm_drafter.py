@@ -121,23 +121,6 @@ def test_passes_of_several_sessions_agree_with_full_forwards(make, tmp_path):
             roots[i] = node.id
 
 
-def test_a_pass_with_a_session_that_has_nothing_to_compute(tmp_path):
-    """Its root is asked for again, and its text has not grown: neither session's rows go to the other."""
-    rng, model = np.random.default_rng(0), make_model(6)
-    first = lm_drafter(model, tmp_path)
-    drafters = [first, first.clone_session()]
-    texts = [rng.integers(0, V, size=size).tolist() for size in (3, 20)]
-    requests = []
-    for drafter, text in zip(drafters, texts, strict=True):
-        drafter.reset(Sampling(), "draft", 1.0)
-        drafter.commit(text, None)
-        requests.append(DraftRequest(0, (DraftNode(0, -1, text[-1], len(text) - 1),), 4))
-    first.expand(requests[0])
-    TreeDrafter.expand_together(list(zip(drafters, requests, strict=True)))
-    for drafter, text in zip(drafters, texts, strict=True):
-        check(model, drafter, text, 0, [(DraftNode(5, 0, 7, len(text)), [7])])
-
-
 def test_drafters_of_one_model_share_passes(tmp_path):
     drafter, other = (lm_drafter(make_model(1), tmp_path / name) for name in "ab")
     assert drafter.shares_passes_with(drafter.clone_session())

@@ -277,17 +277,6 @@ def test_a_session_goes_on_when_there_was_no_memory_for_more() -> None:
     assert (memory.rows, placed.rows.tolist(), cache.committed) == (256, [2, 3], 3)  # the dropped node's first
 
 
-def test_the_text_takes_a_nodes_slot_without_a_copy() -> None:
-    shape = CacheShape(KeysValues(1, 1, 4), 1, torch.float32, torch.device("cpu"))
-    cache = TreeCache(shape, CacheMemory(shape, 256))
-    placed = cache.begin(2, [(1, 0), (2, 1)])
-    assert placed.rows.tolist() == [0, 1, 2, 3]
-    cache.reroot(1)
-    placed = cache.begin(1, [(3, 2)])
-    assert placed.rows.tolist() == [2, 4]  # node 1's row is free, node 2 stays where it is
-    assert np.flatnonzero(placed.visible[1]).tolist() == [0, 1, 2, 3, 4]
-
-
 @needs_cuda
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_of_cuda(model: Path, kind: str) -> None:

@@ -139,15 +139,20 @@ def stored_state(layer: nn.Module, config: DecoderConfig) -> dict[str, Tensor]:
     return found
 
 
+def admit(engine: StageEngine, segment: Segment) -> Segment:
+    """What a stage admits of a segment, which must not be stale."""
+    admitted = engine.admit(segment)
+    assert admitted is not None
+    return admitted
+
+
 def through(chain: list[StageEngine], segment: Segment) -> tuple[list[Tap], Output]:
     """Pass a segment down the chain; taps of all stages, and the output."""
     taps: list[Tap] = []
     message: Segment | Output = segment
     for engine in chain:
         assert isinstance(message, Segment)
-        admitted = engine.admit(message)
-        assert admitted is not None
-        more, message, *_ = engine.compute([admitted])[0]
+        more, message, *_ = engine.compute([admit(engine, message)])[0]
         taps += more
     assert isinstance(message, Output)
     return taps, message

@@ -165,11 +165,6 @@ def test_a_message_that_ends_is_not_always_the_turn() -> None:
     assert turn_ends("<|start|>assistant<|channel|>final<|message|>{{ text }}<|end|>") == ()
 
 
-def test_without_a_template_one_line_names_the_choices(model: Path) -> None:
-    with pytest.raises(UsageError, match=r"model has no chat template, .* --chat-template llama-2, vicuna"):
-        Tokenizer(resolve_model(model)).chat(ASK)
-
-
 def test_bare_messages_are_continued(model: Path) -> None:
     tokenizer = Tokenizer(resolve_model(model), "bare")
     own = sentencepiece_style()

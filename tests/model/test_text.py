@@ -102,16 +102,6 @@ def test_a_split_character_waits_for_its_last_byte(kind: str) -> None:
     assert pieces == ["a", "€", "b"]
 
 
-@KINDS
-def test_incomplete_characters_are_shown_at_the_end(kind: str) -> None:
-    pieces: list[str] = []
-    stream = TextStream(decoder(kind), pieces.append)
-    stream.push(backend(kind)("€")["input_ids"][:-1])
-    assert pieces == []
-    stream.close()
-    assert set("".join(pieces)) == {BROKEN}
-
-
 def test_a_broken_byte_leaves_written_characters_alone() -> None:
     """A decoder with byte fallback rejects a whole run of bytes; the text written before stays."""
     euro, e2, a = [3 + 0xE2, 3 + 0x82, 3 + 0xAC], 3 + 0xE2, backend("pieces")("a")["input_ids"][-1]

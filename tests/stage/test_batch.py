@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.hypothesis_examples import examples
-from kits.stages import Book, Oracle, assert_cache, assert_rows, engines, random_tokens
+from kits.stages import Book, Oracle, admit, assert_cache, assert_rows, engines, random_tokens
 
 from flowspec_edge.messages import Cancel, Close, Open, Output, Prune, Segment
 from flowspec_edge.stage.engine import StageEngine
@@ -34,9 +34,7 @@ def together(chain: list[StageEngine], segments: list[Segment]) -> list[Output]:
         admitted = []
         for message in messages:
             assert isinstance(message, Segment)
-            alive = engine.admit(message)
-            assert alive is not None
-            admitted.append(alive)
+            admitted.append(admit(engine, message))
         messages = [result.message for result in engine.compute(admitted)]
     return [message for message in messages if isinstance(message, Output)]
 
@@ -189,9 +187,7 @@ def test_taps_of_those_that_asked(model: Path, oracle: Oracle) -> None:
     batch = []
     for layers, book in zip([(1, 2), (), (2,)], books, strict=True):
         book.add(9, book.committed[-1])
-        alive = engine.admit(replace(book.builder.seal(), taps=layers))
-        assert alive is not None
-        batch.append(alive)
+        batch.append(admit(engine, replace(book.builder.seal(), taps=layers)))
     results = engine.compute(batch)
     assert [[tap.layer for tap in result.taps] for result in results] == [[1, 2], [], [2]]
     for (taps, *_), book in zip(results, books, strict=True):

@@ -1,4 +1,4 @@
-"""Layers against transformers; joined matrices against each alone."""
+"""Layers in 16 bits and tapped, against transformers; joined matrices against each alone."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from kits.family_checkpoints import shake
 from kits.int4_matrices import DEVICES
 from kits.sharded_models import cut
-from kits.stages import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
+from kits.stages import Book, Oracle, engines, random_tokens, through
 from kits.tiny_models import tiny_llama, tiny_model
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -26,38 +24,6 @@ from flowspec_edge.util.linears import join
 from flowspec_edge.util.tensors import to_torch
 
 VOCAB = 97
-SHAPES: list[tuple[str, dict[str, object]]] = [
-    ("llama", {}), ("llama", {"num_key_value_heads": 4}), ("llama", {"num_key_value_heads": 1}),
-    ("llama", {"attention_bias": True, "mlp_bias": True}), ("mistral", {"sliding_window": None}),
-    ("qwen2", {}), ("qwen3", {}), ("qwen3", {"head_dim": 16}),
-    ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
-                   "mlp_only_layers": [1]}),
-    ("mixtral", {"num_local_experts": 4, "sliding_window": None}),
-]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("family", "extra"), SHAPES)
-def test_texts_and_trees_equal_transformers(tmp_path: Path, family: str, extra: dict[str, object],
-                                            device: str) -> None:
-    """With and without padding; keys and values too."""
-    path = tiny_model(family, tmp_path, layers=3, hidden=32, vocab=VOCAB, **extra)
-    shake(path / "model.safetensors")  # or all norms are alike
-    book, oracle, chain = Book(), Oracle(path), engines(path, 2, device=device, row_step=16)
-    rng = np.random.default_rng(0)
-    for rows in (24, 1, 16):
-        text = random_tokens(rows, VOCAB, seed=rows)
-        assert_rows(through(chain, book.text(text))[1], book, oracle)
-        nodes = book.committed[-1:]
-        for _ in range(rows):
-            nodes.append(book.add(int(rng.integers(1, VOCAB)), int(rng.choice(nodes))))
-        assert_rows(through(chain, book.builder.seal())[1], book, oracle)
-        book.commit(nodes[1])
-    if device == "cpu":
-        for engine in chain:
-            assert_cache(engine, book, oracle)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_layer_leaves_its_inputs_as_they_were(tmp_path: Path, device: str) -> None:
     """Inputs of a layer may be tapped, and are copied when all layers have run."""

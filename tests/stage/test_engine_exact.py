@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kits.stages import Book, Oracle, assert_rows, engines, random_tokens, through
+from kits.stages import Book, Oracle, admit, assert_rows, engines, random_tokens, through
 from kits.tiny_models import tiny_llama
 
 from flowspec_edge.messages import Cancel, Open
@@ -73,9 +73,7 @@ def test_a_first_stage_without_layers_taps_the_embeddings(model: Path, oracle: O
     book, shard = Book(), load_shard(model, 0, 2, "fp32")
     engine = StageEngine(replace(shard, layers=(0, 0), modules=()))
     engine.open(Open(session=1, epoch=0, capacity=64))
-    admitted = engine.admit(replace(book.text(TEXT), taps=(0, 4)))
-    assert admitted is not None
-    (tap,), *_ = engine.compute([admitted])[0]
+    (tap,), *_ = engine.compute([admit(engine, replace(book.text(TEXT), taps=(0, 4)))])[0]
     assert tap.layer == 0
     expected = oracle.model.get_input_embeddings()(torch.tensor(TEXT))
     torch.testing.assert_close(to_torch(tap.hidden), expected)

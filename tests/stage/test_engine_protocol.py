@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kits.stages import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
+from kits.stages import Book, Oracle, admit, assert_cache, assert_rows, engines, random_tokens, through
 
 from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.messages import Cancel, Close, Open, Output, Payload, Prune, Segment
@@ -79,8 +79,7 @@ def test_a_prune_between_layers_thins_what_is_passed_on(model: Path, oracle: Ora
     segment = replace(book.builder.seal(), taps=(0,))
     book.given_up |= {bad, below}
     prune = book.prune()
-    admitted = chain[0].admit(segment)
-    assert admitted is not None
+    admitted = admit(chain[0], segment)
     taps, passed_on, *_ = chain[0].compute([admitted], poll=lambda: chain[0].prune(prune))[0]
     assert isinstance(passed_on, Segment)
     assert passed_on.numbers.tolist() == taps[0].numbers.tolist() == [good]
@@ -101,8 +100,7 @@ def test_a_prune_between_admit_and_compute(engine: StageEngine, oracle: Oracle) 
     through([engine], book.text(TEXT))
     book.builder.skip_prune()
     good, bad = (book.add(token, book.committed[-1]) for token in (5, 6))
-    admitted = engine.admit(book.builder.seal())
-    assert admitted is not None
+    admitted = admit(engine, book.builder.seal())
     book.given_up.add(bad)
     engine.prune(book.prune())
     _, output, *_ = engine.compute([admitted])[0]
@@ -134,8 +132,7 @@ def test_rows_below_the_base_are_decided(engine: StageEngine, oracle: Oracle) ->
 def test_a_failing_poll_leaves_the_stage_usable(engine: StageEngine, oracle: Oracle) -> None:
     book = Book()
     segment = book.text(TEXT)
-    admitted = engine.admit(segment)
-    assert admitted is not None
+    admitted = admit(engine, segment)
 
     def poll() -> None:
         raise ProtocolError("bad frame")
@@ -151,8 +148,7 @@ def test_a_full_cache_is_one_clear_line(engine: StageEngine) -> None:
     through([engine], Book().text(TEXT * 2))
     segment = Segment(1, 0, 1, 16, 17, np.array([16], I32), np.array([16], I32), 16,
                       np.array([[1]], np.uint8), np.arange(16, dtype=I32), np.array([3], I32))
-    admitted = engine.admit(segment)
-    assert admitted is not None
+    admitted = admit(engine, segment)
     with pytest.raises(FlowspecError, match="KV cache is full: 16 rows held, 1 more to come, capacity 16"):
         engine.compute([admitted])
 

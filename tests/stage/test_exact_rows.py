@@ -10,7 +10,7 @@ import pytest
 import torch
 from kits.family_checkpoints import FAMILIES, VOCAB, family_model
 from kits.sharded_models import cut
-from kits.stages import Book, engines, random_tokens, through
+from kits.stages import Book, admit, engines, random_tokens, through
 from kits.tiny_models import tiny_llama, tiny_model
 
 from flowspec_edge.messages import Close, Open, Output, Segment
@@ -135,9 +135,7 @@ def test_a_batch_of_requests(tmp_path: Path) -> None:
             other.add(int(rng.integers(1, VOCAB)), int(rng.choice([other.committed[-1], *other.live()])))
         segments: list[Segment] = []
         for segment in (other.builder.seal(), book.text([token])):
-            admitted = engine.admit(segment)
-            assert admitted is not None
-            segments.append(admitted)
+            segments.append(admit(engine, segment))
         messages = [result.message for result in engine.compute(segments)]
         assert isinstance(messages[1], Output)
         hidden = to_torch(messages[1].hidden)[0]
@@ -166,9 +164,7 @@ def test_int4_beside_a_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not torch.equal(hidden, kernel[tuple(texts[1])])
     segments: list[Segment] = []
     for segment in (book.text(texts[0][-1:]), other.text(texts[1])):
-        admitted = engine.admit(segment)
-        assert admitted is not None
-        segments.append(admitted)
+        segments.append(admit(engine, segment))
     for result, known, text in zip(engine.compute(segments), (expected, kernel), texts, strict=True):
         assert isinstance(result.message, Output)
         assert torch.equal(to_torch(result.message.hidden)[-1], known[tuple(text)])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from kits.int4_matrices import DEVICES
-from kits.stages import Book, engines, random_tokens
+from kits.stages import Book, admit, engines, random_tokens
 from kits.tiny_models import tiny_llama
 from torch.nn.attention import SDPBackend
 
@@ -81,8 +81,7 @@ def test_a_cancel_counts_until_the_device_is_done(model: Path, cancel_at: int,
     queue = Queue()
     monkeypatch.setattr(LaunchPacer, "of", lambda device: LaunchPacer(queue.record))
     (engine,) = engines(model, 1)
-    admitted = engine.admit(Book().text(random_tokens(5, 97, seed=1)))
-    assert admitted is not None
+    admitted = admit(engine, Book().text(random_tokens(5, 97, seed=1)))
     polls: list[int] = []
 
     def poll() -> None:
@@ -108,12 +107,9 @@ def test_rows_pruned_while_the_device_is_waited_for_are_not_sent(model: Path,
     monkeypatch.setattr(LaunchPacer, "of", lambda device: LaunchPacer(queue.record))
     (engine,) = engines(model, 1)
     book = Book()
-    first = engine.admit(book.text([5, 6, 7]))
-    assert first is not None
-    engine.compute([first])
+    engine.compute([admit(engine, book.text([5, 6, 7]))])
     kept, lost = (book.add(token, book.committed[-1]) for token in (8, 9))
-    admitted = engine.admit(book.builder.seal())
-    assert admitted is not None
+    admitted = admit(engine, book.builder.seal())
     queue.done = queue.enqueued = 0
 
     def poll() -> None:

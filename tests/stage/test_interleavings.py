@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kits.hypothesis_examples import examples
 from kits.session_messages import VOCAB, Story, stories
-from kits.stages import Oracle, assert_cache, assert_rows, recurring, windowed
+from kits.stages import Oracle, admit, assert_cache, assert_rows, recurring, windowed
 from kits.tiny_models import tiny_llama
 
 from flowspec_edge.messages import Open, Output, Prune, Segment
@@ -68,8 +68,7 @@ def run_stage(engine: StageEngine, segments: list[Segment], prunes: list[Prune],
     for k, segment in enumerate(segments):
         arrivals = iter(schedule[k * per_segment : (k + 1) * per_segment])
         deliver()
-        admitted = engine.admit(segment)
-        assert admitted is not None
+        admitted = admit(engine, segment)
         deliver()
         results.append(engine.compute([admitted], poll=deliver)[0][1])
         for _ in range(per_segment):  # what was left over because of fewer layers

@@ -152,18 +152,6 @@ def test_only_kept_rows_keep_memory(model: Path) -> None:
     assert engine.cache_rows == 16 + 17 + 40
 
 
-def test_a_session_that_is_closed_at_once_hands_its_rows_on(model: Path) -> None:
-    oracle = Oracle(model)
-    [engine] = engines(model, 1)
-    left(engine, 2, 16, 9)
-    engine.open(Open(3, 0, 16, parent_session=2, rows=6))
-    engine.close(Close(3, tuple(range(6))))
-    engine.open(Open(4, 0, 16, parent_session=3, rows=5))
-    book = Book(4, kept=tuple(TEXT[:5]))
-    assert_rows(through([engine], book.text(TEXT[:4]))[1], book, oracle)
-    assert_cache(engine, book, oracle)
-
-
 def test_rows_that_are_not_there(model: Path) -> None:
     [engine] = engines(model, 1)
     left(engine, 2, 16, 6)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kits.stages import Book, engines
+from kits.stages import Book, admit, engines
 from kits.torch_devices import needs_cuda
 
 from flowspec_edge.errors import FlowspecError
@@ -37,8 +37,7 @@ def failing(error: Exception) -> object:
                                    MemoryError()])
 def test_any_way_to_fail_is_one_line(error: Exception, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (engine,) = engines(model, 1)
-    admitted = engine.admit(Book().text([1, 2, 3]))
-    assert admitted is not None
+    admitted = admit(engine, Book().text([1, 2, 3]))
     monkeypatch.setattr(forward, "to_host", failing(error))
     with pytest.raises(FlowspecError, match=r"^no memory for computing 3 rows with 0 in the cache: lower the "
                                             r"limits of the session, or give this stage fewer layers$"):
@@ -48,8 +47,7 @@ def test_any_way_to_fail_is_one_line(error: Exception, model: Path, monkeypatch:
 @pytest.mark.parametrize("text", ["shapes cannot be multiplied", "CUBLAS_STATUS_EXECUTION_FAILED"])
 def test_other_errors_stay_what_they_are(text: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (engine,) = engines(model, 1)
-    admitted = engine.admit(Book().text([1, 2, 3]))
-    assert admitted is not None
+    admitted = admit(engine, Book().text([1, 2, 3]))
     monkeypatch.setattr(forward, "to_host", failing(RuntimeError(text)))
     with pytest.raises(RuntimeError, match=text):
         engine.compute([admitted])

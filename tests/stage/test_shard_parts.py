@@ -88,22 +88,6 @@ def test_a_digest_is_known_without_loading(dense: Path, int4: Path) -> None:
     assert len(set(digests)) == len(cuts)
 
 
-def test_a_stage_reads_the_manifest_once(dense: Path) -> None:
-    read: list[str] = []
-    recording = True
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:  # cannot be taken back
-        if recording and event == "open" and str(arguments[0]).endswith("manifest.json"):
-            read.append(str(arguments[0]))
-
-    sys.addaudithook(hook)
-    try:
-        load_shard(dense, 1, 3, "fp32")
-    finally:
-        recording = False
-    assert read == [str(dense / "manifest.json")]
-
-
 def test_facts_of_a_model_need_no_tensor_library(dense: Path) -> None:
     code = (f"from flowspec_edge.model.opened import resolve_model\nmodel = resolve_model({str(dense)!r})\n"
             "print(model.layers, model.family.name, model.manifest.stages, model.drafts, model.stop_ids)\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from kits.sharded_models import cut, edit
-from kits.stages import Book, Oracle, assert_rows
+from kits.stages import Book, Oracle, admit, assert_rows
 from safetensors.torch import load_file, save_file
 
 from flowspec_edge.errors import FlowspecError
@@ -41,9 +41,7 @@ def opened(path: Path) -> StageEngine:
 
 
 def answer(engine: StageEngine, book: Book, tokens: list[int]) -> Output:
-    admitted = engine.admit(book.text(tokens))
-    assert admitted is not None
-    [(_, output, *_)] = engine.compute([admitted])
+    [(_, output, *_)] = engine.compute([admit(engine, book.text(tokens))])
     assert isinstance(output, Output)
     return output
 

@@ -10,14 +10,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.strategies.draft_choice import draft_kind
 from flowspec_edge.strategies.params import Params
-from flowspec_edge.strategies.registry import STRATEGIES, groups, groups_note, require_pipelines, title_of
-
-
-def test_titles_are_no_names_of_the_code() -> None:
-    titles = {name: title_of(name) for name in STRATEGIES}
-    assert len({*titles.values()}) == len(titles)
-    assert [title for title in titles.values() if "_" in title] == []
-    assert titles["chunk_pp"] == "Chunk-PP"
+from flowspec_edge.strategies.registry import STRATEGIES, groups, groups_note, require_pipelines
 
 
 def model(path: Path, *parts: str) -> OpenModel:

@@ -104,19 +104,6 @@ def test_rows_see_no_further_than_the_head_was_trained_for(limit):
     s.every_node_again(3)
 
 
-def test_the_cache_grows_past_its_first_size():
-    s = session(5)
-    s.commit([int(t) for t in s.rng.integers(0, V, size=240)])
-    s.plant()
-    s.expand([s.root.id])
-    s.expand(s.children[s.root.id])
-    s.descend([s.children[s.root.id][1]])
-    s.commit([int(t) for t in s.rng.integers(0, V, size=40)])
-    s.plant()
-    s.expand([s.root.id])
-    s.expand(s.children[s.root.id])
-
-
 def test_root_again_without_new_text_runs_no_row():
     s = session(2)
     s.commit([1, 2, 3])

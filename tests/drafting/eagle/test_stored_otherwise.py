@@ -7,18 +7,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from kits.block_drafters import published_block
 from kits.draft_heads import Eagle2, Eagle3, Session, published_eagle3
-from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
 from kits.tiny_models import tiny_llama
 
-from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.format import TargetFacts
 from flowspec_edge.drafting.load import load_drafters, needs_embedding
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.messages import Payload, Tap
 from flowspec_edge.model.output_head import OutputHead
-from flowspec_edge.model.weights.checkpoint import Checkpoint
 from flowspec_edge.sharding.drafts import check_fit, open_draft
 from flowspec_edge.stage.quant.schemes import head_scheme
 
@@ -271,21 +267,3 @@ def test_an_adapter_in_the_place_of_a_head_is_named(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(UsageError, match=r"is an adapter \(LoRA\)"):
         open_draft(tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "dflash"])
-def test_the_headers_of_a_head_are_read_once(tmp_path, kind, monkeypatch):
-    model = tiny_model_dir(tmp_path, layers=8, hidden=H, vocab=V)
-    tiny_eagle3(model)
-    if kind == "dflash":
-        published_block(model / kind, width=H, vocabulary=V)
-    opened = []
-
-    class Counted(Checkpoint):
-        def __init__(self, directory, files=None):
-            opened.append(directory)
-            super().__init__(directory, files)
-
-    monkeypatch.setattr(checkpoint, "Checkpoint", Counted)
-    load_drafters(kind, model, LM_HEAD, EMBEDDING, "fp32", 8)
-    assert opened == [model / kind]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowspec_edge.stage.quant.expanded import _order, pairs_by_operations, rows_of_tiles
+from flowspec_edge.stage.quant.expanded import pairs_by_operations, rows_of_tiles
 from flowspec_edge.stage.quant.grouped import expand, pack
 
 
@@ -42,14 +42,3 @@ def test_tiles_of_a_gpu(inner: int, group: int) -> None:
     wanted = expand(pack(torch.from_numpy(codes).to(torch.uint8)), scales, zeros).to(torch.bfloat16)
     assert found.shape == (rows, columns)
     assert torch.equal(found, wanted)
-
-
-def test_results_lie_in_memory_as_the_first_operand_says() -> None:
-    """The order in which PyTorch lays out a result of operands whose own orders differ."""
-    shape = (5, 8, 3, 1, 1, 4, 4, 4)
-    first = _order(shape, torch.device("cpu"))
-    other = torch.zeros(4, 4, 3, 8, 5, 4, dtype=torch.int32).permute(4, 3, 2, 1, 0, 5)[:, :, :, None, None]
-    found = torch.bitwise_xor(first, other)
-    assert found.shape == shape
-    assert found.is_contiguous()
-    assert not torch.bitwise_xor(other, other.clone()).is_contiguous()
