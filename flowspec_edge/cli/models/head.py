@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -73,24 +74,34 @@ def head(
     entry = find_known(model)
     name = entry[0] if entry else model
     here = resolve_model(name) if is_here(name) else None
-    cost = _cost(name, kind, steps) if measure else None
     catalogue_entry = entry[1] if entry else None
     ways = [_ngram(name, catalogue_entry, here), _published(name, catalogue_entry, here, stages),
-            _small(name, catalogue_entry, here, stages),
-            _training(name, kind, steps, stages, catalogue_entry, here, cost)]
+            _small(name, catalogue_entry, here, stages)]
+    if not as_json:  # before a training step is timed, which may take minutes
+        print(f"{name}: {size.layers} layers of width {size.hidden_width}, "
+              f"{'on this machine' if here else 'not on this machine'}")
+        for number, choice in enumerate(ways, start=1):
+            _print_way(number, choice)
+        if measure:
+            sys.stdout.flush()
+            print("flowspec: timing a training step here, for the hours of way 4; --no-measure leaves it out",
+                  file=sys.stderr)
+    cost = _cost(name, kind, steps) if measure else None
+    ways.append(_training(name, kind, steps, stages, catalogue_entry, here, cost))
     if as_json:
         print(json.dumps({"model": name, "here": here is not None, "layers": size.layers,
                           "hidden_width": size.hidden_width, "choices": [asdict(choice) for choice in ways],
                           "training": _figures(cost) if cost else None}, indent=2))
         return
-    presence = "on this machine" if here else "not on this machine"
-    print(f"{name}: {size.layers} layers of width {size.hidden_width}, {presence}")
-    for number, choice in enumerate(ways, start=1):
-        print(f"\n{number}. {choice.text}")
-        for command in choice.commands:
-            print(f"     {command}")
+    _print_way(len(ways), ways[-1])
     print('\nOn boards: model = "DIR" in cluster.toml, with the directory that models shard makes; then: '
           "flowspec deploy up, which resumes, too.")
+
+
+def _print_way(number: int, way: DraftChoice) -> None:
+    print(f"\n{number}. {way.text}")
+    for command in way.commands:
+        print(f"     {command}")
 
 
 def _ngram(name: str, entry: KnownModel | None, here: OpenModel | None) -> DraftChoice:
