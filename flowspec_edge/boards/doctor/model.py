@@ -36,8 +36,7 @@ def board_parts(inventory: Inventory, path: Path, available: Mapping[str, int]) 
 def parts_of(deployment: Deployment, available: Mapping[str, int]) -> dict[str, BoardPart]:
     """Return what a resolved deployment asks of each board; ``available``: as for ``board_parts``."""
     name, python, d0 = deployment.model.name, deployment.cluster.board_python, deployment.draft.name
-    turn = (deployment.turn.seconds, deployment.turn.slot) if deployment.turn else None
-    parts = {board: BoardPart(name, size, available.get(board), python, turn=turn if board == d0 else None)
+    parts = {board: BoardPart(name, size, available.get(board), python, turn=deployment.turn if board == d0 else None)
              for board, size in needed(deployment).items()}
     return parts | {device.name: BoardPart(name, idle=why) for device, why in deployment.unused_boards}
 
