@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
 
-from flowspec_edge.boards.commands import BEGUN, SshRunner, end_process, failure
+from flowspec_edge.boards.commands import BEGUN, SshRunner, end_process, failure, has_address_of
 from flowspec_edge.boards.inventory import Inventory
 from flowspec_edge.boards.links.addresses import network_address
 from flowspec_edge.boards.paths import PYTHON
@@ -71,12 +71,17 @@ class SshBoards:
 
         model  directory on the boards, the same on all; each needs only its own part
 
-        Raise UsageError without D0's torch device.
+        Raise UsageError on another machine than the draft device, or without D0's torch device.
         """
+        draft = inventory.draft
+        if not has_address_of(draft):
+            raise UsageError(f"this machine is not {draft.label}, the draft device of cluster "
+                             f"{inventory.cluster.name}, which has to run this: run it there, or start the "
+                             "cluster's own services from here with: flowspec deploy up")
         if inventory.cluster.in_image and inventory.cluster.python == PYTHON:
             raise UsageError('runtime = "image": measuring over boards needs a flowspec there outside containers: name '
                              "its interpreter, python in the cluster file, or deploy environments")
-        self.device = inventory.torch_device(inventory.draft)  # of D0
+        self.device = inventory.torch_device(draft)  # of D0
         torchdevice.require(self.device)
         self._inventory, self._model = inventory, model
         self._dtype: RunDtype = dtype
