@@ -38,6 +38,7 @@ ERRORS = [  # and a part of the line
     (["generate", "--prompt-file", "nowhere.txt"], "nowhere.txt"),
     (["generate", "x", "--chat"], "has no chat template, and its name matches no built-in one: take a model that has "
                                   "one, such as --model smollm2-135m"),
+    (["chat", "--cluster", "cluster.toml"], "flowspec generate --cluster FILE --chat"),
     (["chat", "--chat-template", "nowhere.jinja"], "no chat template 'nowhere.jinja'"),
     (["serve", "--strategy", "magic"], "no strategy 'magic'"),
     (["serve", "--emulate", "magic"], "no profile 'magic'"),

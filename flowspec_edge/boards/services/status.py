@@ -58,6 +58,12 @@ class FleetStatus:
                          if finding.check != "service" and finding.found)
 
     @property
+    def draft(self) -> BoardStatus:
+        """The board that drafts; if none is known to, one that gives no answer, else any."""
+        drafts = [board for board in self.boards if board.current is not None and board.current.role == "draft"]
+        return [*drafts, *(board for board in self.boards if board.error), *self.boards][0]
+
+    @property
     def unreached(self) -> list[str]:
         """The boards that do not answer."""
         return [board.name for board in self.boards if board.error]
@@ -86,6 +92,11 @@ def look_at(inventory: Inventory, device: DeviceEntry) -> BoardStatus:
     except FlowspecError as error:
         return BoardStatus(device.name, error=in_one_line(device, error), unreached=isinstance(error, Unreached))
     return replace(status, name=device.name, error="", unreached=False)
+
+
+def look_at_draft(inventory: Inventory) -> BoardStatus:
+    """Look at the draft device, with roles "auto" the board that drafts now; an error as for ``look_at``."""
+    return look_at(inventory, inventory.draft) if inventory.decided else look(inventory).draft
 
 
 def control(inventory: Inventory, verb: Verb, names: Sequence[str] = (),

@@ -72,11 +72,12 @@ def logs(
     from flowspec_edge.boards.inventory import load_inventory
 
     inventory = load_inventory(cluster)
-    from flowspec_edge.boards.services.status import boards_named, logs_command, look_at
+    from flowspec_edge.boards.services.status import boards_named, logs_command, look_at, look_at_draft
 
-    device = boards_named(inventory, [board])[0] if board else inventory.draft
+    named = boards_named(inventory, [board])[0] if board else None
     with asking_boards():
-        status = look_at(inventory, device)
+        status = look_at(inventory, named) if named else look_at_draft(inventory)
+    device = boards_named(inventory, [status.name])[0]
     if status.error or status.current is None:
         raise FlowspecError(status.error or f"{device.name}: nothing is deployed there: flowspec deploy up")
     command = logs_command(inventory, device, status.current.unit, lines, follow)
