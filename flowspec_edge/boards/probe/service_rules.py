@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from flowspec_edge.boards.probe.facts import BoardFacts
 from flowspec_edge.boards.probe.findings import Finding
-
-if TYPE_CHECKING:
-    from flowspec_edge.boards.planning.draft_turn import DraftTurn
 
 _DIFFERENT = "the boards have different releases: flowspec deploy up brings all to one"
 
@@ -37,7 +33,9 @@ class BoardPart:
     needs      of the board's service: weights, caches, and the process
     available  flowspec's own service counted as free; None if the board's ``python`` does not tell
     idle       why the board has no part in the model; "" if it has one
-    turn       D0's times in a slot; None for other boards, and without profiles
+    turn       D0's time for a turn, and a segment's in the slowest stage, in seconds; None for other boards, and
+               without profiles
+    late       whether the stages would wait for that
     error      in the cluster file
     """
 
@@ -46,7 +44,8 @@ class BoardPart:
     available: int | None = None
     python: str = ""
     idle: str = ""
-    turn: DraftTurn | None = None
+    turn: tuple[float, float] | None = None
+    late: bool = False
     error: str = ""
 
 
@@ -83,9 +82,9 @@ def draft_device(part: BoardPart) -> Iterator[Finding]:
     """Judge whether the draft device keeps up with the stages."""
     if part.turn is None:
         return
-    turn = part.turn
-    times = f"{1e3 * turn.seconds:.3g} ms a turn, the slowest stage {1e3 * turn.slot:.3g} ms, by their profiles"
-    if turn.is_bottleneck:
+    seconds, slot = part.turn
+    times = f"{1e3 * seconds:.3g} ms a turn, the slowest stage {1e3 * slot:.3g} ms, by their profiles"
+    if part.late:
         yield Finding("draft device", "warning", f"{times}: the stages will wait for it",
                       "let it compute on its GPU (torch_device), or a faster board draft; measure it with flowspec "
                       "device profile")
