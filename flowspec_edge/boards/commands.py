@@ -28,7 +28,7 @@ from ipaddress import IPv4Address
 from tempfile import TemporaryFile
 from typing import IO, Any, TypeVar
 
-from flowspec_edge.boards.inventory import DeviceEntry, Inventory, addresses_of
+from flowspec_edge.boards.inventory import DeviceEntry, Inventory, Unreached, addresses_of
 from flowspec_edge.errors import FlowspecError, ended
 from flowspec_edge.util.interfaces import ipv4_addresses
 from flowspec_edge.util.urls import place_of
@@ -53,10 +53,6 @@ _NO_CAUSE = ("tar: Exiting with failure status", "tar: Error is not recoverable"
 _Waits = dict[int, tuple[str, float]]
 _waits: _Waits = {}
 _waits_lock = threading.Lock()
-
-
-class Unreached(FlowspecError):
-    """The error for a board that gives no answer: ssh failed, or the board exceeded a time limit."""
 
 
 class Runner(ABC):
@@ -122,7 +118,7 @@ class Runner(ABC):
                 errors = stderr.read().decode(errors="replace")
         except OSError as error:
             raise FlowspecError(f"{self.device_name}: cannot run {local[0]}: {error.strerror}") from error
-        if code and _by_ssh(local, code):
+        if code and by_ssh(local, code):
             raise Unreached(f"{self.device_name}: " + (
                 failure(name, local, code, errors) if last_line(errors) else
                 f"ssh: the connection broke in {name}: see whether the board is up, its power and its "
@@ -205,7 +201,7 @@ def failure(name: str, argv: Sequence[str], code: int, stderr: str) -> str:
     """Return how the command ``name``, run as the local ``argv``, failed: the end of a sentence."""
     if argv[0] == "ssh" and code < 0:
         return f"ssh: the connection is lost: its client on this machine was {ended(code)}"
-    if _by_ssh(argv, code):
+    if by_ssh(argv, code):
         if not last_line(stderr):  # so ssh ends after lost keep-alives, and if the program was killed
             return (f"ssh: the connection was lost, or {name} was killed on the board: see the board's "
                     "kernel log (dmesg)")
@@ -214,7 +210,8 @@ def failure(name: str, argv: Sequence[str], code: int, stderr: str) -> str:
     return prefix + (last_line(stderr).removeprefix(prefix) or ended(code))
 
 
-def _by_ssh(argv: Sequence[str], code: int) -> bool:
+def by_ssh(argv: Sequence[str], code: int) -> bool:
+    """Return whether the local command ``argv``, which ended with ``code``, failed as ssh did."""
     return argv[0] == "ssh" and (code == 255 or code < 0)
 
 
@@ -340,16 +337,26 @@ def runner_for(inventory: Inventory, device: DeviceEntry, timeout_s: float = TIM
 
 
 def python_for(inventory: Inventory, device: DeviceEntry) -> str:
-    """Return the interpreter for ``runner_for``: ``sys.executable`` if ``device`` is this machine."""
-    return sys.executable if is_here(inventory, device) else inventory.python(device)
+    """Return the interpreter for ``runner_for``: ``sys.executable`` if ``device`` is this machine.
+
+    A name that does not resolve is no error here: the command that the interpreter is for names the board.
+    """
+    with suppress(Unreached):
+        if is_here(inventory, device):
+            return sys.executable
+    return inventory.python(device)
 
 
 def is_here(inventory: Inventory, device: DeviceEntry) -> bool:
     """Return whether ``device`` is this machine, which needs no ssh: one of its addresses is an interface's.
 
     False for another ssh port than 22, which may be forwarded from an address of this machine to another one.
-    Raise FlowspecError if the device's name does not resolve.
+    Raise Unreached if the device's name does not resolve.
     """
+    return has_address_of(device) and ssh_port(inventory, device) == _SSH_PORT
+
+
+def has_address_of(device: DeviceEntry) -> bool:
+    """Return whether an address of ``device`` is one of this machine's; raise Unreached as ``is_here`` does."""
     local_addresses = {address for addresses in ipv4_addresses().values() for address in addresses}
-    return (any(address in local_addresses or IPv4Address(address).is_loopback for address in addresses_of(device))
-            and ssh_port(inventory, device) == _SSH_PORT)
+    return any(address in local_addresses or IPv4Address(address).is_loopback for address in addresses_of(device))

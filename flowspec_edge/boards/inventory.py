@@ -38,6 +38,12 @@ from flowspec_edge.util.tomlfile import (
 )
 
 Role = Literal["auto", "draft", "verify"]
+
+
+class Unreached(FlowspecError):
+    """The error for a board that gives no answer: its name is unknown, ssh failed, or it exceeded a time limit."""
+
+
 Port = Annotated[int, Field(ge=1, le=65535)]
 Name = Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}",
                                "a name of at most 63 letters, digits and . _ - that begins with a letter or "
@@ -369,20 +375,21 @@ def device_profile(device: DeviceEntry, path: Path) -> Profile | None:
 def resolve(device: DeviceEntry) -> str:
     """Return the IPv4 address of ``device`` as seen from here.
 
-    It is a loopback address only if the name has no other.  Raise FlowspecError if the name does not resolve.
+    It is a loopback address only if the name has no other.  Raise Unreached if the name does not resolve.
     """
     addresses = addresses_of(device)
     return next((address for address in addresses if not ipaddress.IPv4Address(address).is_loopback), addresses[0])
 
 
 def addresses_of(device: DeviceEntry) -> list[str]:
-    """Return all IPv4 addresses that the device's name has here; raise FlowspecError without one."""
+    """Return all IPv4 addresses that the device's name has here; raise Unreached without one."""
     try:
         return socket.gethostbyname_ex(device.address)[2]  # within the limits of /etc/resolv.conf
     except OSError as error:
         with suppress(OSError):
             other = socket.getaddrinfo(device.address, None, socket.AF_INET6)[0][4][0]
-            raise FlowspecError(f"{device.name}: the address {device.address} is unknown here as an IPv4 "
-                                f"address, which boards need: the name has {other} alone") from error
-        raise FlowspecError(f"{device.name}: the address {device.address} is unknown here: "
-                            f"{error.strerror}") from error
+            raise Unreached(f"{device.label}: the name {device.address} has no IPv4 address here, which boards need: "
+                            f"it has {other} alone") from error
+        # An unknown name needs no reason; what else failed, such as a name server, is one.
+        why = "" if error.errno == socket.EAI_NONAME else f": {error.strerror}"
+        raise Unreached(f"{device.label}: the name {device.address} is unknown here{why}") from error

@@ -18,14 +18,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
 
-from flowspec_edge.boards.commands import BEGUN, SshRunner, end_process, failure
+from flowspec_edge.boards.commands import BEGUN, SshRunner, end_process, failure, has_address_of
 from flowspec_edge.boards.inventory import Inventory
 from flowspec_edge.boards.links.addresses import network_address
 from flowspec_edge.boards.paths import PYTHON
 from flowspec_edge.drivers.processes.spec import Connected
 from flowspec_edge.drivers.ring import Ring
 from flowspec_edge.drivers.stage.config import WorkerConfig
-from flowspec_edge.errors import UsageError
+from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.manifest import RunDtype
 from flowspec_edge.transport import keys
 from flowspec_edge.util import torchdevice
@@ -71,12 +71,17 @@ class SshBoards:
 
         model  directory on the boards, the same on all; each needs only its own part
 
-        Raise UsageError without D0's torch device.
+        Raise UsageError on another machine than the draft device, or without D0's torch device.
         """
+        draft = inventory.draft
+        if not has_address_of(draft):
+            raise UsageError(f"this machine is not {draft.label}, the draft device of cluster "
+                             f"{inventory.cluster.name}, which has to run this: run it there, or start the "
+                             "cluster's own services from here with: flowspec deploy up")
         if inventory.cluster.in_image and inventory.cluster.python == PYTHON:
             raise UsageError('runtime = "image": measuring over boards needs a flowspec there outside containers: name '
                              "its interpreter, python in the cluster file, or deploy environments")
-        self.device = inventory.torch_device(inventory.draft)  # of D0
+        self.device = inventory.torch_device(draft)  # of D0
         torchdevice.require(self.device)
         self._inventory, self._model = inventory, model
         self._dtype: RunDtype = dtype
@@ -153,9 +158,24 @@ class SshBoards:
 
 def _ring(inventory: Inventory, public: Sequence[str]) -> Ring:
     cluster, life = inventory.cluster, uuid.uuid4().hex[:8]
-    hosts = [network_address(inventory, device) for device in (inventory.draft, *inventory.verify)]
+    hosts = ring_addresses(inventory)
     return Ring(f"tcp://{hosts[0]}:{cluster.control_port}", [f"tcp://{host}:{cluster.data_port}" for host in hosts],
                 [f"v{stage}-{life}" for stage in range(1, len(hosts))], public)
+
+
+def ring_addresses(inventory: Inventory) -> list[str]:
+    """Return the addresses by which the boards reach D0, V1…VN; FlowspecError names every board without one."""
+    hosts, errors, usage = [], [], True
+    for device in inventory.ring[:-1]:
+        try:
+            hosts.append(network_address(inventory, device))
+        except FlowspecError as error:
+            errors.append(str(error))
+            usage = usage and isinstance(error, UsageError)
+    if errors:
+        advice = "" if usage else ": give a board's IPv4 address in the cluster file, or a name that all boards know"
+        raise (UsageError if usage else FlowspecError)("; ".join(errors) + advice)
+    return hosts
 
 
 def _without_parent(config: WorkerConfig) -> list[str]:

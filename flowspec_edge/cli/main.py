@@ -24,6 +24,12 @@ _ArgumentError: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__na
 _RUN, _MEASURE, _BOARDS = "Run a model", "Measure", "Boards"
 
 
+# (command, an option that one may expect it to have): what to run instead.
+_ELSEWHERE = {
+    ("chat", "--cluster"): 'flowspec chat runs on this machine alone; ask a deployed cluster with: flowspec generate '
+                           '--cluster FILE --chat "…", or on the page of its draft device'}
+
+
 class Commands(LazyGroup):
     lazy: ClassVar = {
         "demo": LazyCommand(
@@ -116,6 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _ArgumentError as error:
         # A group without a command has already printed its help; its message is empty.
         text = error.format_message()
+        command = error.ctx.info_name if error.ctx else ""
+        if hint := _ELSEWHERE.get((command, getattr(error, "option_name", ""))):
+            text = f"{text}: {hint}"
         return _fail(text, error.exit_code) if text else error.exit_code
     except BrokenPipeError:  # the reader has closed the pipe
         end_output()

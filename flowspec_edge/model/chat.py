@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.grammar import json_value
-from flowspec_edge.model.opened import OpenModel
+from flowspec_edge.model.opened import ANSWERING, OpenModel
 from flowspec_edge.model.weights.located import MANIFEST
 from flowspec_edge.util.bounded_read import read_json, read_json_object, read_text
 
@@ -317,8 +317,9 @@ def has_template(model: OpenModel) -> bool:
 
 
 def no_template(model: OpenModel) -> UsageError:
-    return UsageError(f"{model.display_path} has no chat template, and its name matches no built-in one; give "
-                      f"--chat-template {', '.join(BUILT_IN)} or a file with a Jinja template")
+    return UsageError(f"{model.display_path} has no chat template, and its name matches no built-in one: take a model "
+                      f"that has one, such as --model {ANSWERING}, or give --chat-template {', '.join(BUILT_IN)} or a "
+                      "file with a Jinja template")
 
 
 def _has_own_template(model: OpenModel) -> bool:

@@ -12,8 +12,8 @@ from kits import ssh_boards
 from kits.process_clusters import until
 
 from flowspec_edge.boards import commands
-from flowspec_edge.boards.commands import SshRunner, Unreached, is_here, waited_for
-from flowspec_edge.boards.inventory import DeviceEntry, load_inventory
+from flowspec_edge.boards.commands import SshRunner, is_here, waited_for
+from flowspec_edge.boards.inventory import DeviceEntry, Unreached, load_inventory
 from flowspec_edge.boards.ssh_stages import SshBoards
 from flowspec_edge.cli.common import progress
 from flowspec_edge.cli.common.progress import long_waits

@@ -14,7 +14,8 @@ import pytest
 from kits import network_beds, ssh_boards
 from kits.process_clusters import until
 
-from flowspec_edge.boards.ssh_stages import SshBoards
+from flowspec_edge.boards.ssh_stages import SshBoards, ring_addresses
+from flowspec_edge.errors import FlowspecError
 from flowspec_edge.util.interpreter import module_command
 
 COMMAND = module_command("flowspec_edge.drivers.stage", "--config", "/dev/fd/3", python=sys.executable)
@@ -39,6 +40,15 @@ stages.connect()
 print("started", flush=True)
 sys.stdin.read()
 """
+
+
+def test_every_board_without_an_address_is_named(boards: ssh_boards.Boards) -> None:
+    draft, *stages = boards.inventory.device
+    unknown = [device.model_copy(update={"address": f"{device.name}.invalid"}) for device in stages]
+    with pytest.raises(FlowspecError) as raised:
+        ring_addresses(boards.inventory.model_copy(update={"device": [draft, *unknown]}))
+    for device in unknown:
+        assert f"{device.label}: the name {device.address} is unknown here" in str(raised.value)
 
 
 @pytest.mark.slow

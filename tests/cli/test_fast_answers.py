@@ -36,7 +36,9 @@ ERRORS = [  # and a part of the line
     (["generate", "x", "--model", "demoo"], "did you mean demo"),
     (["generate", "x", "--stages", "0"], "0 is not at least 1"),
     (["generate", "--prompt-file", "nowhere.txt"], "nowhere.txt"),
-    (["generate", "x", "--chat"], "has no chat template"),
+    (["generate", "x", "--chat"], "has no chat template, and its name matches no built-in one: take a model that has "
+                                  "one, such as --model smollm2-135m"),
+    (["chat", "--cluster", "cluster.toml"], "flowspec generate --cluster FILE --chat"),
     (["chat", "--chat-template", "nowhere.jinja"], "no chat template 'nowhere.jinja'"),
     (["serve", "--strategy", "magic"], "no strategy 'magic'"),
     (["serve", "--emulate", "magic"], "no profile 'magic'"),
@@ -45,6 +47,8 @@ ERRORS = [  # and a part of the line
     (["models", "shard", "--model", "demoo", "--stages", "2", "--out", "nowhere"], "did you mean demo"),
     (["models", "shard", "--model", "demo", "--draft", "nowhere", "--stages", "2", "--out", "x"], "nowhere"),
     (["models", "head", "demoo"], "did you mean demo"),
+    (["models", "fetch", "qwen3-32"], "did you mean qwen3-32b"),
+    (["deploy", "init", "orin-0", "orin-1", "--model", "qwen3-32"], "did you mean qwen3-32b"),
     (["models", "loss", "nowhere", "--against", "demoo"], "did you mean demo"),
     (["doctor", "--gpu", "--report", "/nowhere/report.json"], "/nowhere"),
     *((command, "flowspec deploy init HOST HOST… --out nowhere.toml") for command in (

@@ -24,11 +24,15 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
 
     A second call activates the newer one again; after an interrupted call, it completes the rollback instead.
 
-    Raise FlowspecError if a board cannot be reached, or the boards' previous releases are missing, differ, or have
-    never made a token.  Boards without a release are skipped, because they are not part of the cluster.
+    If a board does not answer, no board is touched, and the report names those that do not.
+
+    Raise FlowspecError if the boards' previous releases are missing, differ, or have never made a token.  Boards
+    without a release are skipped, because they are not part of the cluster.
     """
     status = look(inventory)
-    _require_answers(status)
+    log = RolloutLog(inventory, [], watch or Watch())
+    if not log.answered(status):
+        return log.report()
     if not any(board.current for board in status.boards):
         raise FlowspecError("nothing is deployed: flowspec deploy up")
     befores = interrupted(status) or {board.name: board.previous for board in _members(status)}
@@ -53,7 +57,7 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
         raise FlowspecError(f"{', '.join(without_key)}: the keys were rotated since the release before this one, "
                             "which needs the former ones; deploy what you want with: flowspec deploy up; "
                             "no board was touched")
-    log = RolloutLog(inventory, befores, watch or Watch())
+    log.include(befores)
     activate(inventory, befores, log)
     return log.report(next(iter(ids.values())), after_failure=f"{_MIXED}; to continue: flowspec deploy rollback")
 
@@ -171,21 +175,17 @@ def take_down(inventory: Inventory, keys: Path, purge: bool = False, watch: Watc
 
     purge  remove all of flowspec's files, and the public keys in ``keys``
 
-    Raise FlowspecError if a board cannot be reached; then no board is changed.
+    If a board does not answer, no board is touched, and the report names those that do not.
     """
-    _require_answers(look(inventory))
     log = RolloutLog(inventory, [device.name for device in inventory.device], watch or Watch())
+    if not log.answered(look(inventory)):
+        return log.report()
     states = [(device, BoardState(device.name)) for device in inventory.device]
     if log.run("down", states, "stopping services") and purge:
         log.run("purge", states, "removing everything")
         forget(keys, (device.name for device in inventory.device if not log.error(device.name)))
     again = "flowspec deploy down --purge" if purge else "flowspec deploy down"
     return log.report(after_failure=f"boards without an error are down; to continue: {again}")
-
-
-def _require_answers(status: FleetStatus) -> None:
-    if silent := [board for board in status.boards if board.error]:
-        raise FlowspecError("; ".join(board.error for board in silent) + "; no board was touched")
 
 
 def _restore_links(inventory: Inventory, before: FleetStatus, releases: Mapping[str, Installed | None]

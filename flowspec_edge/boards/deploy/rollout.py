@@ -27,7 +27,7 @@ from flowspec_edge.boards.deploy.wheels import WheelTarget
 from flowspec_edge.boards.images.archive import Image
 from flowspec_edge.boards.probe.checks import Needs, PreflightReport, preflight, room_problems
 from flowspec_edge.boards.probe.facts import BoardFacts
-from flowspec_edge.boards.probe.findings import no_facts, unreachable
+from flowspec_edge.boards.probe.findings import no_facts
 from flowspec_edge.boards.services import keys
 from flowspec_edge.boards.services.status import look
 from flowspec_edge.boards.transfer.push import push, send_image
@@ -90,12 +90,9 @@ class Rollout:
         self._watch.phase("looking at the boards")
         self._deployment.image  # noqa: B018 - read now: an error in it is the user's to mend
         self._status = look(self._inventory)
-        silent = [(device, board) for device, board in zip(self._inventory.device, self._status.boards,
-                                                           strict=True) if board.unreached]
-        if silent:  # reported now, because sharding the model may take an hour
-            self._log.unreached = [device.name for device, _ in silent]
-            self._log.problems = [str(unreachable(device, board.error)) for device, board in silent]
-            return None
+        if any(board.unreached for board in self._status.boards):  # now: sharding the model may take an hour
+            self._log.answered(self._status)
+            return None  # else the checks below say more of a board that cannot be asked
         self._watch.phase("the model's parts")
         self._manifest = sharded_model(self._deployment,
                                        lambda done, total: self._watch.amount("here", done, total))

@@ -10,6 +10,7 @@ from typing import Any
 from flowspec_edge.boards.deploy.actions import Action, BoardOutcome, BoardState, Phase, Step, run
 from flowspec_edge.boards.deploy.steps.phases import bring_about
 from flowspec_edge.boards.inventory import DeviceEntry, Inventory
+from flowspec_edge.boards.services.status import FleetStatus
 
 
 class Watch:
@@ -69,6 +70,12 @@ class RolloutLog:
         self.problems: list[str] = []  # as DeployReport's
         self.notes: list[str] = []
         self.unreached: list[str] = []
+
+    def answered(self, status: FleetStatus) -> bool:
+        """Return whether all boards answer; otherwise each that does not is a problem, and nothing is to be done."""
+        self.unreached = [board.name for board in status.boards if board.unreached]
+        self.problems = [board.error for board in status.boards if board.error]
+        return not self.problems
 
     def include(self, boards: Iterable[str]) -> None:
         """Report these boards, too, after the others."""

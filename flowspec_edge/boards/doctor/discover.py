@@ -132,10 +132,10 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
     or have one machine-id.  Raise UsageError for addresses that other boards cannot reach.
     """
     inventory = on_network(inventory)
-    unreachable = [f"{device.name}: {', '.join(problem)}" for device in inventory.device
-                   if (problem := address_problem(inventory, device))]
-    if unreachable:
-        raise UsageError("; ".join(unreachable))
+    # The address, with which each problem begins, is all the name that a board has yet.
+    if unusable := [problem for device in inventory.device if (problem := address_problem(inventory, device))]:
+        advice = "; ".join(dict.fromkeys(advice for _, advice in unusable))
+        raise UsageError(f"{'; '.join(reason for reason, _ in unusable)}: {advice}")
 
     facts: dict[str, BoardFacts] = {}
 

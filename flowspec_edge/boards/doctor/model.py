@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from flowspec_edge.boards.deploy.resolve import (
@@ -36,9 +37,10 @@ def board_parts(inventory: Inventory, path: Path, available: Mapping[str, int]) 
 def parts_of(deployment: Deployment, available: Mapping[str, int]) -> dict[str, BoardPart]:
     """Return what a resolved deployment asks of each board; ``available``: as for ``board_parts``."""
     name, python, d0 = deployment.model.name, deployment.cluster.board_python, deployment.draft.name
-    turn = (deployment.turn.seconds, deployment.turn.slot) if deployment.turn else None
-    parts = {board: BoardPart(name, size, available.get(board), python, turn=turn if board == d0 else None)
+    parts = {board: BoardPart(name, size, available.get(board), python)
              for board, size in needed_bytes(deployment).items()}
+    if turn := deployment.turn:
+        parts[d0] = replace(parts[d0], turn=(turn.seconds, turn.slot), late=turn.is_bottleneck)
     return parts | {device.name: BoardPart(name, idle=why) for device, why in deployment.unused_boards}
 
 

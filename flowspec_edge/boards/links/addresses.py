@@ -37,20 +37,19 @@ def address_problem(inventory: Inventory, device: DeviceEntry) -> tuple[str, str
     address = _address_or_none(device)
     if address is None:
         return None
-    shown_address = device.address if device.address == address else f"{device.address} resolves to {address} here"
+    shown_address = address if device.address == address else f"{device.address} resolves to {address} here, which"
     if IPv4Address(address) in IPv4Network(system().usb_network.network):
-        return (f"{shown_address}, in the network of the USB device port, where every Jetson has the same address",
+        return (f"{shown_address} is in the network of the USB device port, where every Jetson has the same address",
                 "give its address on the Ethernet (ip -4 -o addr on the board shows it)")
     bridge = next((name for name, addresses in ipv4_addresses().items()
                    if address in addresses and is_inside_the_machine(name)), "")
     others = [other for other in _elsewhere(inventory) if other != address]
     if not others or not (bridge or IPv4Address(address).is_loopback):
         return None
-    if bridge:
-        shown_address += f", the address of {bridge}, a network inside this machine"
+    inside = f"is the address of {bridge}, a network inside this machine, which" if bridge else "is an address that"
     route = route_to(others[0]) if is_here(inventory, device) else None
     example = f" ({route[0]} at {route[1]})" if route else ""
-    return (f"{shown_address}, which other boards cannot reach",
+    return (f"{shown_address} {inside} other boards cannot reach",
             f"give its address on the network{example}")
 
 

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from flowspec_edge.boards.commands import failure, on_each, python_for, runner_for
-from flowspec_edge.boards.inventory import DeviceEntry, Inventory, beside
+from flowspec_edge.boards.commands import by_ssh, failure, on_each, python_for, runner_for
+from flowspec_edge.boards.inventory import DeviceEntry, Inventory, Unreached, beside
 from flowspec_edge.boards.links.between import measure_between
+from flowspec_edge.boards.probe.findings import in_one_line
 from flowspec_edge.device_profile import LinkCost, Profile, load_profile, profile_names, render
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.util.files import make_directory, write_atomically
@@ -66,7 +67,7 @@ def measure_boards(inventory: Inventory, path: Path, arguments: Sequence[str], a
             profile = _measured(inventory, device, arguments, say)
             write_atomically(file, render(profile.model_copy(update={"name": device.name})))
         except (FlowspecError, OSError) as error:
-            why = str(error).removeprefix(f"{device.name}: ")
+            why = in_one_line(device, error).removeprefix(f"{device.name}: ")
             say(device.name, f"is not measured: {why}")
             return Outcome(device.name, None, why=why)
         say(device.name, f"is measured: {file}")
@@ -128,7 +129,8 @@ def _measured(inventory: Inventory, device: DeviceEntry, arguments: Sequence[str
         why = failure("flowspec device profile", command, client.returncode, "".join(error_lines))
         advice = (": it has no flowspec yet: install it there with flowspec deploy up"
                   if client.returncode in (126, 127) else "")
-        raise FlowspecError(f"{device.name}: {why}{advice}")
+        kind = Unreached if by_ssh(command, client.returncode) else FlowspecError
+        raise kind(f"{device.name}: {why}{advice}")
     try:
         return Profile.model_validate_json(text)
     except ValidationError as error:

@@ -14,6 +14,8 @@ from flowspec_edge.device_profile import Profile
 from flowspec_edge.model.draft_kind import DraftKind
 from flowspec_edge.model.draft_kinds import EAGLE2
 
+_LEAST_S = 1e-3  # a turn is no shorter: messages and the links' latency take that long
+
 
 @dataclass(frozen=True)
 class DraftTurn:
@@ -41,7 +43,8 @@ class DraftTurn:
 
     @property
     def is_bottleneck(self) -> bool:
-        return self.seconds > self.slot
+        """Whether the stages wait for D0, by times that count beside those of the messages between them."""
+        return self.seconds > max(self.slot, _LEAST_S)
 
     def warning(self, name: str) -> str:
         if not self.is_bottleneck:

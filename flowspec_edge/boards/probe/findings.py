@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flowspec_edge.boards.inventory import DeviceEntry
+from flowspec_edge.boards.inventory import DeviceEntry, Unreached
 from flowspec_edge.boards.probe.facts import NoAnswer
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.util.terminal import printable
@@ -16,8 +16,9 @@ from flowspec_edge.util.terminal import printable
 State = Literal["ok", "warning", "failed", "unknown", "skipped"]
 WORST = ("failed", "warning", "unknown", "skipped", "ok")
 
-# (ssh's error, its meaning, the next step).  {address} is the board's; {port} the one in the error or in the
-# cluster file, {p} that of the file as an option; {file} says where the settings are.
+# (ssh's or our error, its meaning, the next step); our own errors say what they mean.  {address} is the board's;
+# {port} the one in the error or in the cluster file, {p} that of the file as an option; {file} says where the
+# settings are.
 _SSH = (
     ("Host key verification failed",
      "its host key is unknown here, or not the one that was known",
@@ -29,14 +30,15 @@ _SSH = (
      "start sshd there (sudo systemctl enable --now ssh), or see {ssh_port}{file}"),
     ("timed out|No route to host|Network is unreachable", "{address} does not answer",
      "see whether the board is up, its cable, and the address{file}"),
-    ("is unknown here as an IPv4 address", "the name {address} has no IPv4 address here",
-     "give the board's IPv4 address{file}"),
-    ("Could not resolve|is unknown here", "the name {address} is unknown here",
+    ("has no IPv4 address here", "", "give the board's IPv4 address{file}"),
+    ("is unknown here", "",
+     "give the board's IPv4 address{file}, or a name that all boards know, from /etc/hosts or DNS; names in "
+     "ssh's own configuration are not for boards"),
+    ("Could not resolve", "the name {address} is unknown here",
      "give the board's IPv4 address{file}, or a name that all boards know, from /etc/hosts or DNS; names in "
      "ssh's own configuration are not for boards"),
 )
 _PORT = re.compile(r"\bport (\d+)\b")
-_UNKNOWN_ADDRESS = re.compile(r"^the address \S+ is unknown here[^:]*: ")  # the reason says it, too
 _HANGS = re.compile(r"no command began within|did not finish within|the connection broke in ")
 _IN_FILE = {"user": "ssh_user", "key": "ssh_key", "ssh_port": "ssh_port", "file": " in the cluster file"}
 _BY_OPTION = {"user": "--user", "key": "--key", "ssh_port": "--port", "file": ""}
@@ -114,10 +116,16 @@ def unreachable(device: DeviceEntry, error: str, settings_in: Literal["file", "o
         return Finding("ssh", "failed", reason, advice, board=device.name)
     for pattern, reason, advice in _SSH:
         if re.search(pattern, error):
-            details = _UNKNOWN_ADDRESS.sub("", error)
-            return Finding("ssh", "failed", f"{reason.format(**values)} ({details})", advice.format(**values),
-                           board=device.name)
+            found = f"{reason.format(**values)} ({error})" if reason else error
+            return Finding("ssh", "failed", found, advice.format(**values), board=device.name)
     return Finding("ssh", "failed", error, "ssh there by hand, and see what it says", board=device.name)
+
+
+def in_one_line(device: DeviceEntry, error: Exception) -> str:
+    """Return the ``error`` of a command on the board; where the board was not reached, with the next step."""
+    if not isinstance(error, Unreached):
+        return str(error)
+    return str(unreachable(device, str(error).removeprefix(f"{device.name}: ")))
 
 
 def no_facts(device: DeviceEntry, error: FlowspecError, settings_in: Literal["file", "options"] = "file"

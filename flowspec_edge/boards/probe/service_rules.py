@@ -35,6 +35,7 @@ class BoardPart:
     idle       why the board has no part in the model; "" if it has one
     turn       D0's time for a turn, and a segment's in the slowest stage, in seconds; None for other boards, and
                without profiles
+    late       whether the stages would wait for that
     error      in the cluster file
     """
 
@@ -44,6 +45,7 @@ class BoardPart:
     python: str = ""
     idle: str = ""
     turn: tuple[float, float] | None = None
+    late: bool = False
     error: str = ""
 
 
@@ -82,7 +84,7 @@ def draft_device(part: BoardPart) -> Iterator[Finding]:
         return
     seconds, slot = part.turn
     times = f"{1e3 * seconds:.3g} ms a turn, the slowest stage {1e3 * slot:.3g} ms, by their profiles"
-    if seconds > slot:
+    if part.late:
         yield Finding("draft device", "warning", f"{times}: the stages will wait for it",
                       "let it compute on its GPU (torch_device), or a faster board draft; measure it with flowspec "
                       "device profile")

@@ -10,7 +10,8 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
 from flowspec_edge.boards.commands import SshRunner, end_process, is_here
-from flowspec_edge.boards.inventory import DeviceEntry, Inventory
+from flowspec_edge.boards.inventory import DeviceEntry, Inventory, Unreached
+from flowspec_edge.boards.probe.findings import in_one_line
 from flowspec_edge.errors import FlowspecError, UsageError
 
 _PATIENCE_S = 60.0  # without data: the service sends a line every few seconds while a request waits
@@ -22,10 +23,13 @@ class DraftClient:
 
     def __init__(self, inventory: Inventory, device: DeviceEntry, api_key: str | None = None) -> None:
         settings = inventory.cluster
-        self._name = device.name
+        self._name, self._device = device.name, device
         self._host = settings.serve_address
         self._port = settings.serve_port
-        self._ssh = None if is_here(inventory, device) else SshRunner(inventory, device)
+        try:
+            self._ssh = None if is_here(inventory, device) else SshRunner(inventory, device)
+        except Unreached as error:
+            raise FlowspecError(in_one_line(device, error)) from error
         self._api_key = api_key
         self._open: list[_Connection] = []
 
@@ -88,7 +92,10 @@ class DraftClient:
 
     def _silent(self) -> FlowspecError:
         if self._ssh is not None:
-            self._ssh.run(["true"])  # raises if ssh is the cause
+            try:
+                self._ssh.run(["true"])
+            except FlowspecError as error:  # ssh is the cause
+                return FlowspecError(in_one_line(self._device, error))
         return FlowspecError(f"no draft service answers on {self._name}, port {self._port}: see flowspec "
                              "deploy status, or bring it there with: flowspec deploy up")
 

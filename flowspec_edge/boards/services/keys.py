@@ -24,6 +24,7 @@ from typing import Literal
 from flowspec_edge.boards.commands import as_root, on_each, runner_for
 from flowspec_edge.boards.inventory import DeviceEntry, Inventory
 from flowspec_edge.boards.paths import KEY
+from flowspec_edge.boards.probe.findings import in_one_line
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.transport.keys import parse_public
 from flowspec_edge.util.files import write_atomically
@@ -150,7 +151,7 @@ def ask(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[s
             publics = answer["publics"] if "publics" in answer else [answer["public"]]  # of an earlier flowspec
             return BoardKeys(device.name, tuple(parse_public(public).decode() for public in publics))
         except FlowspecError as error:
-            return BoardKeys(device.name, error=str(error))
+            return BoardKeys(device.name, error=in_one_line(device, error))
         except (ValueError, KeyError, TypeError):
             return BoardKeys(device.name, error=f"{device.name}: {command[0]} is not a compatible flowspec: "
                                                 "flowspec deploy up")

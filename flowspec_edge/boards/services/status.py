@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from flowspec_edge.boards.commands import Unreached, as_root, on_each, runner_for
-from flowspec_edge.boards.inventory import DeviceEntry, Inventory
+from flowspec_edge.boards.commands import as_root, on_each, runner_for
+from flowspec_edge.boards.inventory import DeviceEntry, Inventory, Unreached
 from flowspec_edge.boards.probe.checks import AllBoards, judge
 from flowspec_edge.boards.probe.facts import BoardFacts, BoardStatus, ask_service
-from flowspec_edge.boards.probe.findings import Finding
+from flowspec_edge.boards.probe.findings import Finding, in_one_line
 from flowspec_edge.errors import FlowspecError, UsageError
 
 _START_S = 960.0  # longer than any unit's TimeoutStartSec, so that systemd reports the failure
@@ -58,6 +58,17 @@ class FleetStatus:
                          if finding.check != "service" and finding.found)
 
     @property
+    def draft(self) -> BoardStatus:
+        """The board that drafts; if none is known to, one that gives no answer, else any."""
+        drafts = [board for board in self.boards if board.current is not None and board.current.role == "draft"]
+        return [*drafts, *(board for board in self.boards if board.error), *self.boards][0]
+
+    @property
+    def unreached(self) -> list[str]:
+        """The boards that do not answer."""
+        return [board.name for board in self.boards if board.error]
+
+    @property
     def disorder(self) -> str:
         """Faults of a ready cluster; "" without any."""
         by_check = {finding.check: finding.found for finding in self.findings}
@@ -79,8 +90,13 @@ def look_at(inventory: Inventory, device: DeviceEntry) -> BoardStatus:
     try:
         status = ask_service(inventory, device).running
     except FlowspecError as error:
-        return BoardStatus(device.name, error=str(error), unreached=isinstance(error, Unreached))
+        return BoardStatus(device.name, error=in_one_line(device, error), unreached=isinstance(error, Unreached))
     return replace(status, name=device.name, error="", unreached=False)
+
+
+def look_at_draft(inventory: Inventory) -> BoardStatus:
+    """Look at the draft device, with roles "auto" the board that drafts now; an error as for ``look_at``."""
+    return look_at(inventory, inventory.draft) if inventory.decided else look(inventory).draft
 
 
 def control(inventory: Inventory, verb: Verb, names: Sequence[str] = (),

@@ -103,8 +103,19 @@ def _show(boards: list[BoardFindings]) -> None:
     from rich.markup import escape
 
     console = Console(highlight=False)
+    if len(boards) > 1:
+        console.print(escape(_summary(boards)), soft_wrap=True)
     for board in boards:
         console.print(_table(f"[bold]{escape(board.name)}[/bold]", [("", finding) for finding in board.findings]))
+
+
+def _summary(boards: list[BoardFindings]) -> str:
+    """Return which boards are ready, in a line; the tables say why the others are not."""
+    failed = {board.name: [finding.check for finding in board.findings if finding.state == "failed"]
+              if board.reached else ["not reached"] for board in boards}
+    bad = ", ".join(f"{name} ({', '.join(checks)})" for name, checks in failed.items() if checks)
+    good = sum(not checks for checks in failed.values())
+    return f"{good} of {len(boards)} boards have what flowspec needs" + (f"; failed: {bad}" if bad else "")
 
 
 def _table(title: str, findings: Iterable[tuple[str, Finding]], computed: bool = False) -> Table:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 QUALITY = 0.95  # of int4's tokens/s: 16 bits that reach it are taken, since int4 costs some quality
 _SHOWN_MS = 0.05  # of a stage's time
+_TIGHT_MB = 100  # of a board's usable memory: with less to spare, anything else that runs there may end the service
 
 
 @dataclass(frozen=True)
@@ -146,9 +147,9 @@ class PlanReport:
         names = ", ".join(self.by_bandwidth)
         subject = f"profiles {names} have" if len(self.by_bandwidth) > 1 else f"profile {names} has"
         notes += [f"{subject} no times of a kernel for {self.size.dtype} weights: their stages are "
-                  "charged for the memory bandwidth that other engines reach, in brackets for the "
-                  "memory's own and for the slowest of them (the FlowSpec paper's 4-bit kernel was slower by "
-                  "far: 400 ms for 10 layers of 13B on Orin Nanos); measure it on the board with: flowspec "
+                  "charged for the memory bandwidth that other engines reach; in brackets: the time at the "
+                  "memory's full bandwidth, and at the slowest engine's (the FlowSpec paper's 4-bit kernel was "
+                  "slower by far: 400 ms for 10 layers of 13B on Orin Nanos); measure it on the board with: flowspec "
                   "device profile" ] if names else []
         if note := self._draft_note():
             notes.append(note)
@@ -236,10 +237,10 @@ def answer(report: PlanReport) -> list[str]:
         about_heads = []
         if best.tokens_per_second_calibrated:
             paper = rate_text(best.tokens_per_second_calibrated)
-            about_heads.append(f"{paper} with a head as fallible as the paper's")
+            about_heads.append(f"{paper} with a head that is right as rarely as the paper's")
         if best.by_kind:
-            place_text = f" in {report.kinds_of}" if report.kinds_of else ""
-            about_heads.append(f"{_range(best.by_kind.values())} by kind of text{place_text}")
+            source_text = f" as in {report.kinds_of}" if report.kinds_of else ""
+            about_heads.insert(0, f"expect {_range(best.by_kind.values())} by kind of text{source_text}")
         if about_heads:
             line += f" ({'; '.join(about_heads)})"
         if best.first_token_s:
@@ -263,6 +264,11 @@ def answer(report: PlanReport) -> list[str]:
         origin = {"published": " (not here yet)", "untrained": " (estimated)"}.get(size.planned.origin, "")
         lines.append(f"Drafts with {size.planned.name}{origin}{', and n-grams of the text' * looked_up}"
                      + (f": {report.draft_why}" if report.draft_why else "") + ".")
+    full = [row for row in report.alone_rows or report.boards if row.role and row.headroom_mb < _TIGHT_MB]
+    if full:
+        left = ", ".join(f"{row.name} ({row.headroom_mb:,.0f} MB)" for row in full)
+        lines.append(f"Hardly any usable memory is left on {left}: run nothing else there, or plan with a smaller "
+                     "--context.")
     estimated = list(dict.fromkeys(row.name for row in report.boards if row.assumed))
     if estimated:
         lines.append(f"ESTIMATED, not measured: {', '.join(estimated)}; measure with: flowspec device profile")
@@ -300,9 +306,9 @@ def show(report: PlanReport) -> None:
         least = "about " if report.by_bandwidth else ""
         say(f"The slowest {slowest_part} takes {least}{_ms(plan.slowest * 1e3)} ms for a segment of "
             f"{plan.problem.rows} rows"
-            + (f" ({_ms(plan.context_ms)} of them to read {report.context} cached tokens)"
+            + (f" ({_ms(plan.context_ms)} ms of that to read {report.context} cached tokens)"
                if plan.context_ms >= _SHOWN_MS else "")
-            + f", its way through all {_ms(plan.latency * 1e3)} ms.")
+            + f"; all stages and links together take {_ms(plan.latency * 1e3)} ms.")
     if plan and report.draft and (warning := report.draft.warning(plan.d0.name)):
         say(f"{warning[:1].upper()}{warning[1:]}.")
     say("")

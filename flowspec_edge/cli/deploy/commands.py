@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,9 +12,9 @@ import typer
 
 from flowspec_edge.cli.deploy import services
 from flowspec_edge.cli.deploy.services import CLUSTER, ClusterOption, JsonOption
-from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.errors import UsageError
 from flowspec_edge.model.opened import DEMO
-from flowspec_edge.util.terminal import printable
+from flowspec_edge.util.terminal import did_you_mean, printable
 
 if TYPE_CHECKING:
     from flowspec_edge.boards.doctor.discover import DiscoveredBoard
@@ -65,6 +64,7 @@ def init(
       flowspec deploy init 10.0.0.10 10.0.0.11 --user ubuntu --key ~/.ssh/boards --out lab.toml
       flowspec deploy init orin-0 orin-1 --power-mode MAXN_SUPER --all-boards
     """
+    _require_model(model, out)
     from flowspec_edge.boards.doctor.discover import (
         NotFound,
         discover,
@@ -73,16 +73,16 @@ def init(
         require_mode,
     )
     from flowspec_edge.cli.common.progress import asking_boards
+    from flowspec_edge.cli.deploy.rollout_output import raise_failures
     from flowspec_edge.util.files import check_writable, write_output
 
-    if out.exists() and not force:
-        raise UsageError(f"{out} is there already: give another name as --out, or --force to replace it")
     for path in (key, ssh_config):
         if path is not None and not path.is_file():
             raise UsageError(f"no file {path}")
-    _require_model(model, out)
     boards = parse_hosts(hosts, user, port, str(key.absolute()) if key else "",
                      str(ssh_config.absolute()) if ssh_config else "", str(image or ""))
+    if out.exists() and not force:
+        raise UsageError(f"{out} is there already: give another name as --out, or --force to replace it")
     check_writable(out)
     try:
         with asking_boards() as show:
@@ -90,11 +90,7 @@ def init(
     except NotFound as error:
         if not as_json:
             _print_boards(error.answered)
-        if len(error.silent) > 1:
-            for finding in error.silent:
-                print(f"  {finding}", file=sys.stderr)
-        first = str(error) if len(error.silent) == 1 else f"{len(error.silent)} boards do not answer"
-        raise FlowspecError(f"{first}; {out} is not written") from error
+        raise_failures([*map(str, error.silent)], f"{out} is not written", "boards do not answer")
     require_mode(discovered, power_mode)
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", out.stem).strip("-_.")[:63] or "cluster"
     cluster_settings = {key: value for key, value in (
@@ -111,12 +107,13 @@ def init(
 
 def _require_model(model: str, cluster: Path) -> None:
     from flowspec_edge.boards.inventory import beside
-    from flowspec_edge.model.catalogue import find_known_model
+    from flowspec_edge.model.catalogue import find_known_model, known_models
     from flowspec_edge.model.opened import shipped_models
 
     if model not in shipped_models() and not find_known_model(model) and not beside(cluster, model).is_dir():
-        raise UsageError(f"no model {model!r}: not a directory beside {cluster}, and no name in: flowspec "
-                         "models list")
+        suggestion = did_you_mean(model, [*shipped_models(), *known_models()]).rstrip()
+        raise UsageError(f"no model {model!r}: not a directory beside {cluster}, and no name in: flowspec models list"
+                         + (f"; {suggestion}" if suggestion else ""))
 
 
 def _print_boards(boards: Sequence[DiscoveredBoard]) -> None:

@@ -81,7 +81,7 @@ def rotate(
     from flowspec_edge.boards.deploy.rollout import Rollout
     from flowspec_edge.boards.services.keys import recorded
     from flowspec_edge.boards.services.status import look
-    from flowspec_edge.cli.deploy.rollout_output import changing
+    from flowspec_edge.cli.deploy.rollout_output import changing, raise_failures
 
     inventory = deployment.decided
     if not any(board.current or board.error for board in look(inventory).boards):
@@ -89,7 +89,7 @@ def rotate(
     with changing(cluster, inventory.cluster.name, as_json) as watch:
         report = Rollout(deployment, watch).up(rotate=True)
     if not report.ok:
-        raise FlowspecError("; ".join([*report.failures, *([report.after_failure] if report.after_failure else [])]))
+        raise_failures(report.failures, "no board was touched" if report.problems else report.after_failure)
     publics = recorded(deployment.boards, deployment.keys)
     if as_json:
         print(json.dumps({"ok": True, "boards": [{"name": name, "public": public}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
@@ -125,14 +125,25 @@ def print_report(report: DeployReport, verb: str, as_json: bool, dry_run: bool =
         elif not report.changed:
             print("nothing would change")
         return
-    failures = report.failures
+    untouched = ("no board was touched" if report.problems else
+                 "running services were not changed; run flowspec deploy up again to continue")
+    raise_failures(report.failures, report.after_failure or untouched)
+
+
+def raise_failures(failures: Sequence[str], outcome: str = "", count: str = "errors") -> NoReturn:
+    """Raise FlowspecError for ``failures``; of several, each has a line on stderr, and the error their number.
+
+    outcome  how that leaves the boards; "" if the failures say it
+    count    what they are, in the plural
+    """
+    from rich.console import Console
+
+    stderr = Console(stderr=True, highlight=False)
     if len(failures) > 1:
         for failure in failures:
             stderr.print(f"  {failure}", markup=False, soft_wrap=True)
-    untouched = ("no board was touched" if report.problems else
-                 "running services were not changed; run flowspec deploy up again to continue")
-    first = failures[0] if len(failures) == 1 else f"{len(failures)} errors"
-    raise FlowspecError(f"{first}; {report.after_failure or untouched}")
+    first = failures[0] if len(failures) == 1 else f"{len(failures)} {count}"
+    raise FlowspecError(f"{first}; {outcome}" if outcome else first)
 
 
 def _print_steps(report: DeployReport, dry_run: bool) -> None:

@@ -72,11 +72,12 @@ def logs(
     from flowspec_edge.boards.inventory import load_inventory
 
     inventory = load_inventory(cluster)
-    from flowspec_edge.boards.services.status import boards_named, logs_command, look_at
+    from flowspec_edge.boards.services.status import boards_named, logs_command, look_at, look_at_draft
 
-    device = boards_named(inventory, [board])[0] if board else inventory.draft
+    named = boards_named(inventory, [board])[0] if board else None
     with asking_boards():
-        status = look_at(inventory, device)
+        status = look_at(inventory, named) if named else look_at_draft(inventory)
+    device = boards_named(inventory, [status.name])[0]
     if status.error or status.current is None:
         raise FlowspecError(status.error or f"{device.name}: nothing is deployed there: flowspec deploy up")
     command = logs_command(inventory, device, status.current.unit, lines, follow)
@@ -128,6 +129,7 @@ def _control(cluster: Path, verb: Verb, names: list[str], as_json: bool) -> None
 
     inventory = load_inventory(cluster)
     from flowspec_edge.boards.services.status import boards_named, control
+    from flowspec_edge.cli.deploy.rollout_output import raise_failures
 
     board_names = [device.name for device in boards_named(inventory, names)]
     if repeated := [name for name in dict.fromkeys(board_names) if board_names.count(name) > 1]:
@@ -137,7 +139,8 @@ def _control(cluster: Path, verb: Verb, names: list[str], as_json: bool) -> None
 
     def done(name: str, error: str) -> None:
         if not as_json:
-            console.print(f"{name}: {past_tense}" if not error else f"[red]{name}[/red]", soft_wrap=True)
+            console.print(f"{name}: {past_tense}" if not error else f"[red]{name}: not {past_tense}[/red]",
+                          soft_wrap=True)
 
     with asking_boards(f"{verb}: {', '.join(board_names)}"):
         failed = control(inventory, verb, names, done)
@@ -145,7 +148,7 @@ def _control(cluster: Path, verb: Verb, names: list[str], as_json: bool) -> None
         print(json.dumps({"ok": not failed, "boards": [{"name": name, "error": failed.get(name, "")}
                                                        for name in board_names]}, indent=2))
     elif failed:
-        raise FlowspecError("; ".join(failed.values()))
+        raise_failures([*failed.values()])
     if failed:
         raise typer.Exit(1)
 
@@ -171,6 +174,7 @@ def _show(name: str, fleet: FleetStatus) -> None:
     console.print(table)
     for board in fleet.boards:
         if why := board.error or board.said:
+            why = why.removeprefix(f"{board.name}: ")  # an error names the board itself
             console.print(f"[red]{plain(board.name)}[/red]: {plain(why)}", soft_wrap=True)
     came_through = "a token came through the pipeline lately"
     if fleet.ok:
@@ -178,7 +182,9 @@ def _show(name: str, fleet: FleetStatus) -> None:
     elif fleet.ready:
         console.print(f"{plain(name)}: {came_through}, but {plain(fleet.disorder)}", soft_wrap=True)
     else:
-        why = f": {plain(fleet.reason)}" if fleet.reason else ""
+        silent = f"no answer from {', '.join(fleet.unreached)}" if fleet.unreached else ""
+        reason = "; ".join(filter(None, (silent, fleet.reason)))
+        why = f": {plain(reason)}" if reason else ""
         console.print(f"{plain(name)} is not ready{why}", soft_wrap=True)
 
 

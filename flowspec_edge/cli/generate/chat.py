@@ -139,8 +139,8 @@ def chat(
             screen.note('this model continues Python, such as "def fibonacci(n):", and was not trained to '
                         "chat; give one that was as --model (flowspec models list)")
         if plainly:
-            screen.note("plain decoding, since D0 and the stage share the processors, where every drafted row takes "
-                        f"time: --strategy {DEFAULT_STRATEGY} drafts")
+            screen.note("plain decoding: on one machine's processors, drafting would make answers slower; "
+                        f"--strategy {DEFAULT_STRATEGY} drafts nevertheless")
         if shared := shared_processors(clock_settings, strategy_type.name, stages, device):
             screen.note(sharing_note(shared))
         chatting.start()

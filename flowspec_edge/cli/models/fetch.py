@@ -18,6 +18,7 @@ from flowspec_edge.cli.common.listing import print_columns
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS, LM, stored_kinds
 from flowspec_edge.model.opened import OpenModel, is_here, resolve_model, shipped_models
+from flowspec_edge.util.terminal import did_you_mean
 
 _HEADS = ", ".join(kind.name for kind in stored_kinds() if kind.choice is not None)
 
@@ -77,14 +78,15 @@ def fetch(
       flowspec models fetch qwen3-8b --head RedHatAI/Qwen3-8B-speculator.eagle3
       flowspec models shard --model qwen3-8b --stages 4 --dtype int4 --out qwen3-8b-int4
     """
-    from flowspec_edge.model.catalogue import FETCHED, fetched_dir, find_known_model
+    from flowspec_edge.model.catalogue import FETCHED, fetched_dir, find_known_model, known_models
     from flowspec_edge.model.chat import has_template
     from flowspec_edge.model.opened import OpenModel
     from flowspec_edge.util.files import make_directory, write_atomically
 
     entry = find_known_model(name)
     if entry is None:
-        raise UsageError(f"no model {name!r} in the catalogue; see: flowspec models list")
+        raise UsageError(f"no model {name!r} in the catalogue: {did_you_mean(name, known_models())}see: flowspec "
+                         "models list")
     catalogue_name, model = entry
     directory = fetched_dir(catalogue_name)
     parts = _parts(catalogue_name, model, head)

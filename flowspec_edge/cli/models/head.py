@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -73,24 +74,34 @@ def head(
     entry = find_known_model(model)
     name = entry[0] if entry else model
     local_model = resolve_model(name) if is_here(name) else None
-    cost = _cost(name, kind, steps) if measure else None
     catalogue_entry = entry[1] if entry else None
     choices = [_ngram(name, catalogue_entry, local_model), _published(name, catalogue_entry, local_model, stages),
-               _small(name, catalogue_entry, local_model, stages),
-               _training(name, kind, steps, stages, catalogue_entry, local_model, cost)]
+               _small(name, catalogue_entry, local_model, stages)]
+    if not as_json:  # before a training step is timed, which may take minutes
+        presence = "on this machine" if local_model else "not on this machine"
+        print(f"{name}: {size.layers} layers of width {size.hidden_width}, {presence}")
+        for number, choice in enumerate(choices, start=1):
+            _print_choice(number, choice)
+        if measure:
+            sys.stdout.flush()
+            print("flowspec: timing a training step here, for the hours of choice 4; --no-measure leaves it out",
+                  file=sys.stderr)
+    cost = _cost(name, kind, steps) if measure else None
+    choices.append(_training(name, kind, steps, stages, catalogue_entry, local_model, cost))
     if as_json:
         print(json.dumps({"model": name, "here": local_model is not None, "layers": size.layers,
                           "hidden_width": size.hidden_width, "choices": [asdict(choice) for choice in choices],
                           "training": _figures(cost) if cost else None}, indent=2))
         return
-    presence = "on this machine" if local_model else "not on this machine"
-    print(f"{name}: {size.layers} layers of width {size.hidden_width}, {presence}")
-    for number, choice in enumerate(choices, start=1):
-        print(f"\n{number}. {choice.text}")
-        for command in choice.commands:
-            print(f"     {command}")
+    _print_choice(len(choices), choices[-1])
     print('\nOn boards: model = "DIR" in cluster.toml, with the directory that models shard makes; then: '
           "flowspec deploy up, which resumes, too.")
+
+
+def _print_choice(number: int, choice: DraftChoice) -> None:
+    print(f"\n{number}. {choice.text}")
+    for command in choice.commands:
+        print(f"     {command}")
 
 
 def _ngram(name: str, entry: KnownModel | None, local_model: OpenModel | None) -> DraftChoice:

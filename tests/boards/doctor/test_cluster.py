@@ -111,7 +111,7 @@ def test_an_address_that_every_jetson_has(boards: ssh_boards.Boards, bare: Path,
     bare.write_text(bare.read_text().replace(boards.bed.address(2), "192.168.55.1"))
     found = checked(bare, capsys)
     assert list(found["board-2"]) == ["reached", "network"]
-    assert "192.168.55.1, in the network of the USB device port" in found["board-2"]["network"]["found"]
+    assert "192.168.55.1 is in the network of the USB device port" in found["board-2"]["network"]["found"]
     assert found["board-0"]["link to board-1"]["state"] == "ok"
 
 

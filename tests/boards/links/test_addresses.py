@@ -52,13 +52,13 @@ def test_loopback_addresses_alone_are_one_machine() -> None:
     assert [network_address(inventory, device) for device in inventory.device] == ["127.0.0.1", "127.0.1.1"]
     assert on_network(inventory) == inventory
     mixed = cluster("127.0.1.1", "192.0.2.1")
-    assert refusal(mixed).startswith("orin-0: 127.0.1.1, which other boards cannot reach: give its address")
+    assert refusal(mixed).startswith("orin-0: 127.0.1.1 is an address that other boards cannot reach: give its address")
     assert address_problem(mixed, mixed.device[1]) is None
 
 
 def test_deploy_up_refuses_such_an_address_before_anything_else() -> None:
     (problem,) = preflight(cluster("127.0.1.1", "192.0.2.1"), {"orin-0": Needs()}).problems
-    assert str(problem).startswith("orin-0: address: 127.0.1.1, which other boards cannot reach; give its ")
+    assert str(problem).startswith("orin-0: address: 127.0.1.1 is an address that other boards cannot reach; give its ")
 
 
 @ssh_boards.needs_boards
@@ -73,7 +73,7 @@ def test_init_writes_the_address_on_the_network(tmp_path: Path, capsys: pytest.C
         capsys.readouterr()
         assert main(["deploy", "init", other, "192.168.55.1", *options]) == 2
         said = capsys.readouterr().err
-        assert "192.168.55.1: 192.168.55.1, in the network of the USB device port" in said
+        assert ": 192.168.55.1 is in the network of the USB device port" in said
         assert said.count("\n") == 1
         assert not out.exists()
 
@@ -129,7 +129,7 @@ def test_a_bridge_inside_the_machine_is_no_board_network() -> None:
     shown = subprocess.run(
         ["unshare", "--net", "--mount", "sh", "-c", make, "sh", *ask],
         capture_output=True, text=True, check=True).stdout.splitlines()
-    assert "172.17.0.1, the address of docker0, a network inside this machine, which other " in shown[0]
+    assert "172.17.0.1 is the address of docker0, a network inside this machine, which other " in shown[0]
     assert "(10.0.0.1 at eth0)" in shown[0]
     assert shown[1:] == ["None", "None"]
 
@@ -150,4 +150,4 @@ def test_a_name_with_several_addresses_is_reached_at_the_one_on_the_network(
         ["unshare", "--mount", "sh", "-c", make, "sh", str(hosts), sys.executable, "-c", ask],
         capture_output=True, text=True, check=True).stdout.splitlines()
     assert shown[0] == "['127.0.1.1', '10.0.0.10'] 10.0.0.10"
-    assert shown[1].startswith("orin-6: the address orin-6 is unknown here")
+    assert shown[1].startswith("orin-6: the name orin-6 has no IPv4 address here")

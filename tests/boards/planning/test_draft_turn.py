@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from kits.tiny_model_dir import tiny_model_dir
 
-from flowspec_edge.boards.planning.draft_turn import device_mismatch, draft_turn
+from flowspec_edge.boards.planning.draft_turn import DraftTurn, device_mismatch, draft_turn
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import (
     Conditions,
@@ -39,6 +39,8 @@ def test_a_turn_is_one_output_and_one_pass() -> None:
                               "passes_a_turn": 4, "bottleneck": False}
     assert draft_turn(paper(), 0.0311, 16).is_bottleneck is False
     assert draft_turn(paper(), 0.0309, 16).is_bottleneck is True
+    # Beside a message's time these do not count: the demonstration model on a board.
+    assert not DraftTurn(output=0.00002, draft=0.00001, slot=0.000027).is_bottleneck
     assert draft_turn(paper(), 0.01, 16).passes == 0
     assert "take 31 ms a turn, the slowest stage 20 ms" in draft_turn(paper(), 0.02, 16).warning("a")
     looked_up = draft_turn(paper(), 0.02, 16, NGRAM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -123,9 +124,27 @@ def test_boards_that_answer_junk_are_named(junk: str, command: str,
 def test_nothing_is_done_to_boards_that_answer_junk(junk: str, command: str,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["deploy", command, "--cluster", junk]) == 1
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith("flowspec: error: board-0: /bin/echo gave no answer: ")
-    assert command == "logs" or said.endswith("no board was touched")
+    *lines, last = capsys.readouterr().err.splitlines()
+    silent = [f"board-{place}: /bin/echo gave no answer: " for place in range(2)]
+    if command == "logs":
+        assert last.startswith(f"flowspec: error: {silent[0]}")
+    else:
+        assert all(line.startswith(f"  {start}") for line, start in zip(lines[-2:], silent, strict=True))
+        assert last == "flowspec: error: 2 errors; no board was touched"
+
+
+@pytest.mark.parametrize("roles", ["decided", "auto"])
+def test_the_draft_devices_journal_is_found_by_its_role(tmp_path: Path, roles: str,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    """With roles "auto" the board that drafts now is asked for; here none does."""
+    file = write(tmp_path, "")
+    if roles == "auto":
+        file.write_text(re.sub('role = "[a-z]+"\n', "", file.read_text()))
+    assert main(["deploy", "logs", "--cluster", str(file)]) == 1
+    assert capsys.readouterr().err == (
+        "flowspec: error: board-0: nothing is deployed there: flowspec deploy up\n")
+    assert FleetStatus([board(1), board(0), board(2)]).draft.name == "board-0"
+    assert FleetStatus([board(1), board(0, None, error="board-0: silent")]).draft.name == "board-0"
 
 
 def test_what_a_board_says_does_nothing_to_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]

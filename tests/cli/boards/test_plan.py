@@ -189,7 +189,8 @@ def test_tables_for_people(home: Path, capsys: pytest.CaptureFixture[str]) -> No
     for text in ("model, int4 (lm_head int8), 2048 tokens", "D0", "V1", "V2", "headroom MB",
                  "The slowest stage takes", "left out: full: too little memory for one layer: ",
                  "VIRTUAL TIME, 2048 tokens of context, acceptance of model itself", "chunk_pp", "1.00×",
-                 "nano-1 alone makes", "estimated: profile nano is scaled from layers of"):
+                 "nano-1 alone makes", "estimated: profile nano is scaled from layers of",
+                 " ms for a segment of ", "; all stages and links together take "):
         assert text in out, text
 
 
@@ -389,6 +390,17 @@ def test_one_board_by_itself(home: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert found["one_board"]["text"].startswith("one board is enough: agx alone makes ")
     assert found["predictions"] == []
     assert found["slowest_stage_ms"] is None
+
+
+def test_a_full_board_is_said_in_the_first_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["plan", "--model", "qwen3-8b", "--no-predict", "--devices", "orin-nano-8gb:1"]
+    [only] = planned(capsys, *given[1:])["boards"]
+    assert 0 <= only["headroom_mb"] < 100
+    assert main(given) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines()[:7] if "usable memory" in line]
+    assert f"on orin-nano-8gb ({only['headroom_mb']:.0f} MB): run nothing else there" in line
+    assert main([*given, "--context", "512"]) == 0
+    assert "Hardly any usable memory" not in capsys.readouterr().out
 
 
 def test_one_board_where_no_pipeline_fits(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,8 @@ def test_the_file_that_is_written_loads(boards: ssh_boards.Boards, tmp_path: Pat
     before = out.read_text()
     assert main(["deploy", "init", *hosts, *options(boards), "--out", str(out)]) == 2
     assert "is there already: give another name as --out, or --force" in capsys.readouterr().err
+    assert main(["deploy", "init", hosts[0], "--out", str(out)]) == 2  # what has to be mended in any case comes first
+    assert "a cluster needs two boards at least" in capsys.readouterr().err
     assert out.read_text() == before
     assert main(["deploy", "init", *hosts, *options(boards), "--out", str(out), "--force"]) == 0
     shown = capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,9 @@ def test_a_checkpoint_without_any_head(tmp_path: Path, capsys: pytest.CaptureFix
     assert (training["steps"], training["tokens"], training["fits"]) == (7, 7 * 4096, True)
     assert training["hours"] == pytest.approx(7 * training["step_s"] / 3600, abs=1e-4)
     assert main(["models", "head", path, "--steps", "7"]) == 0
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
+    assert "timing a training step here, for the hours of choice 4; --no-measure leaves it out" in said
+    assert re.findall(r"(?m)^\d", printed) == ["1", "2", "3", "4"]
     assert "n-grams" in printed
     assert "for 7 steps (0.0287 million tokens)" in printed
     assert f"--model {path} --kind eagle2" in printed

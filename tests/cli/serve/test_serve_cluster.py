@@ -15,9 +15,20 @@ from kits.process_clusters import PATIENCE
 from kits.tiny_model_dir import tiny_model_dir
 from openai import OpenAI
 
+from flowspec_edge.cli.main import main
 from flowspec_edge.util.interpreter import module_command
 
 PROMPT = "def f(x): return"
+
+
+@ssh_boards.needs_boards
+def test_another_machine_than_the_draft_device_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ssh_boards.boards(2, tmp_path) as boards, boards.bed.entered(1):
+        assert main(["serve", "--cluster", str(boards.file), "--port", "0"]) == 2
+        address = boards.bed.address(0)
+    said = capsys.readouterr().err
+    assert f"this machine is not board-0 ({address}), the draft device of cluster bed, which has to run this" in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.soak
