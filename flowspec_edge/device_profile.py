@@ -246,7 +246,7 @@ class Memory(StrictModel):
 
 
 class Conditions(StrictModel):
-    """How a profile was measured; for information only."""
+    """How a profile was measured, or when its estimates hold; for information, and for the commands after a plan."""
 
     date: str = ""
     machine: str = ""

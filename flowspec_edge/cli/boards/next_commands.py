@@ -35,12 +35,20 @@ def next_commands(report: PlanReport, model: str, devices: Sequence[str]) -> lis
         has = load_inventory(file).cluster
     else:
         file, has = Path("cluster.toml"), ClusterSettings(name="new")
-        commands.append(f"flowspec deploy init {' '.join(_hosts(len(plan.boards)))}")
+        commands.append(f"flowspec deploy init {' '.join(_hosts(len(plan.boards)))}{_power_mode(report)}")
     changes = [shlex.quote(f"{key}={value}") for key, value in settings.items()
                if getattr(has, key) != value and (value or key != "draft" or has.draft_kind != OWN)]
     if changes:
         commands.append(f"flowspec deploy set {' '.join(changes)} --cluster {shlex.quote(str(file))}")
     return [*commands, f"flowspec deploy up --cluster {shlex.quote(str(file))}"]
+
+
+def _power_mode(report: PlanReport) -> str:
+    """Return the option for the boards' power mode, if all their profiles hold in one and name it."""
+    assert report.plan
+    profiles = [report.plan.d0.profile, *(stage.board.profile for stage in report.plan.stages)]
+    modes = {profile.conditions.power_mode if profile.conditions else "" for profile in profiles}
+    return f" --power-mode {modes.pop()}" if len(modes) == 1 and "" not in modes else ""
 
 
 def _hosts(count: int) -> list[str]:
