@@ -235,7 +235,7 @@ def answer(report: PlanReport) -> list[str]:
             paper = rate_text(best.tokens_per_second_calibrated)
             about_heads.append(f"{paper} with a head that is right as rarely as the paper's")
         if best.by_kind:
-            whose = f" as in {report.kinds_of}" if report.kinds_of else ""
+            whose = f", as in {report.kinds_of}" if report.kinds_of else ""
             about_heads.insert(0, f"expect {_range(best.by_kind.values())} by kind of text{whose}")
         if about_heads:
             line += f" ({'; '.join(about_heads)})"
