@@ -239,7 +239,7 @@ def answer(report: PlanReport) -> list[str]:
             paper = rate_text(best.tokens_per_second_calibrated)
             about_heads.append(f"{paper} with a head that is right as rarely as the paper's")
         if best.by_kind:
-            source_text = f" as in {report.kinds_of}" if report.kinds_of else ""
+            source_text = f", as in {report.kinds_of}" if report.kinds_of else ""
             about_heads.insert(0, f"expect {_range(best.by_kind.values())} by kind of text{source_text}")
         if about_heads:
             line += f" ({'; '.join(about_heads)})"

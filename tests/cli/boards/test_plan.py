@@ -223,7 +223,8 @@ def test_a_config_alone_takes_recorded_texts(home: Path, capsys: pytest.CaptureF
     assert [*kinds] == ["chat", "code", "mathematics", "instructions", "summary", "questions"]
     assert main(["plan", *given]) == 0
     first, *others = capsys.readouterr().out.splitlines()
-    assert f"; {min(kinds.values()):.1f} to {max(kinds.values()):.1f} by kind of text in chats of" in first
+    span = f"{min(kinds.values()):.1f} to {max(kinds.values()):.1f}"
+    assert f"(expect {span} by kind of text, as in chats of" in first
     assert any(line.startswith("flowspec in chats of smollm2-135m with its head: chat ") for line in others)
     over, _ = planned(capsys, *given, "--recording", str(shipped_recording("smollm2-135m")))["predictions"]
     assert over["label"].endswith(f"acceptance of smollm2-135m with its EAGLE-2 head, recorded: {', '.join(kinds)}")

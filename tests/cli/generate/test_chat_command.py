@@ -104,7 +104,7 @@ def test_on_one_machine_one_stage_decodes_plainly_unless_told(
     out, err = capsys.readouterr()
     assert out == f"{told.answer('one')}\n"
     assert f"{strategy}, 1 stage;" in err
-    assert ("plain decoding, since" in err) == (strategy == "autoregressive")
+    assert ("plain decoding: on one" in err) == (strategy == "autoregressive")
 
 
 def test_without_a_seed_each_answer_has_its_own(model: Path, monkeypatch: pytest.MonkeyPatch,
