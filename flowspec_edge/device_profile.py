@@ -43,7 +43,7 @@ class ModelShape(StrictModel):
     layers: Count
     hidden_width: Count
     bytes_per_value: Count  # of a hidden state on the wire
-    layer_mb: Positive | None = None  # 10^6 bytes of weights of one layer, as the device stores them
+    layer_mb: Positive | None = None  # size of one layer's weights on the device, in 10^6 bytes
     quantised: bool = False  # whether those weights have 4 bits
 
 
@@ -200,8 +200,8 @@ class LaunchCost(StrictModel):
 
     us: NotNegative  # 10^-6 s
     layer: Count = LLAMA.launches  # launches of a decoder layer of the profile's model
-    experts: Count | None = None  # in such a layer, if it has any; their launches are not in ``layer``
-    chosen: Count | None = None  # of these by a row
+    experts: Count | None = None  # of a decoder layer, if it has experts; ``layer`` omits their launches
+    chosen: Count | None = None  # experts that each row chooses
     pass_graphs: bool = False  # whether draft passes are CUDA graphs
 
     def per_layer(self, rows: int) -> float:

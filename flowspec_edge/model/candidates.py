@@ -24,7 +24,11 @@ class Candidates:
 
 
 def candidates_for(count: int, vocabulary: int, width: int) -> Candidates | None:
-    """Those of a target's lm_head [vocabulary, width]; None if it is too small for so many, or they are too few."""
+    """Return the size of a candidate head for a target's lm_head [vocabulary, width].
+
+    The number of candidates is ``count``, rounded up to whole tiles.  Return None if that is below ``LEAST_COUNT``.
+    Return None, too, if lm_head is narrower than 64 or has fewer than four tokens for each candidate.
+    """
     rank, count = min(RANK, width // 2 // _STEP * _STEP), -(-count // _TILE) * _TILE
     return Candidates(count, rank) if count >= LEAST_COUNT and rank and vocabulary >= 4 * count else None
 

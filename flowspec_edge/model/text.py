@@ -219,7 +219,7 @@ def _up_to_here(text: str, content: str) -> str:
     """
     at = text.rfind(_HERE.strip())
     if at < 0 or content.strip() not in text:
-        raise UsageError("its last message is not in the prompt as it was written, so it cannot be continued")
+        raise UsageError("it changes the last message, so this message cannot be continued")
     return text[:at] if text[at:].startswith(_HERE) else text[:at].rstrip()
 
 

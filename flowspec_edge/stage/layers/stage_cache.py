@@ -312,7 +312,10 @@ class StageMemory:
         return max((arena.rows for arena in self.arenas.values()), default=0)
 
     def missing(self, capacity: int, tentative: int, existing: StageCache | None = None) -> int:
-        """Bytes by which the memory must grow for a cache, or ``existing``, to hold ``capacity`` rows."""
+        """Return how many bytes the memory must grow so that a cache can hold ``capacity`` rows.
+
+        The cache is ``existing``, or a new one if that is None.
+        """
         parts = existing.parts if existing else (None,) * len(self.arenas)
         return sum(arena.missing(kind.rows(capacity, tentative), part) * arena.row_bytes
                    for (kind, arena), part in zip(self.arenas.items(), parts, strict=True))
