@@ -191,11 +191,11 @@ class HostCost(StrictModel):
 
 
 class LaunchCost(StrictModel):
-    """What a launch of a kernel on the GPU takes on the host's CPU; the profile's other times are without it.
+    """The CPU time that the host takes to launch a kernel on the GPU.  The profile's other times do not include it.
 
-    While the GPU computes, the host launches the layers that follow: of these launches counts what takes
-    longer than the GPU.  Exposed, and so added, are a segment's own launches before and after its layers,
-    and all of a draft pass and of an output, because D0 waits for the results of each.
+    While the GPU computes, the host launches the layers that follow.  These launches cost only the time by which
+    they take longer than the GPU.  Other launches are exposed, and their whole time is added: those of a segment
+    before and after its layers, and all those of a draft pass and of an output, because D0 waits for each result.
     """
 
     us: NotNegative  # 10^-6 s

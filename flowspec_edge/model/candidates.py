@@ -34,5 +34,5 @@ def candidates_for(count: int, vocabulary: int, width: int) -> Candidates | None
 
 
 def default_count(vocabulary: int) -> int:
-    """Candidates of a model with so many tokens, 0 for none."""
+    """Return how many candidates a model gets by default; 0: it gets no candidate head."""
     return COUNT if vocabulary >= LEAST_VOCABULARY else 0

@@ -68,9 +68,10 @@ class LayerCache(Protocol):
         """
 
     def snapshot_at(self, rows: int) -> None:
-        """Keep what a session needs that begins with the text's first ``rows`` rows, however far this one goes.
+        """Keep what another session needs in order to begin with this text's first ``rows`` rows.
 
-        No more rows than these are text yet. ProtocolError if that is gone already.
+        It stays, however far this session goes on.  At the call, at most ``rows`` rows are text.  Raise ProtocolError
+        if what is needed is gone already.
         """
 
     def fill(self, rows: int) -> None:
