@@ -43,7 +43,7 @@ class ModelShape(StrictModel):
     layers: Count
     hidden_width: Count
     bytes_per_value: Count  # of a hidden state on the wire
-    layer_mb: Positive | None = None  # 10^6 bytes of weights of one layer, as the device stores them
+    layer_mb: Positive | None = None  # size of one layer's weights on the device, in 10^6 bytes
     quantised: bool = False  # whether those weights have 4 bits
 
 
@@ -191,17 +191,17 @@ class HostCost(StrictModel):
 
 
 class LaunchCost(StrictModel):
-    """What a launch of a kernel on the GPU takes on the host's CPU; the profile's other times are without it.
+    """The CPU time that the host takes to launch a kernel on the GPU.  The profile's other times do not include it.
 
-    While the GPU computes, the host launches the layers that follow: of these launches counts what takes
-    longer than the GPU.  Exposed, and so added, are a segment's own launches before and after its layers,
-    and all of a draft pass and of an output, because D0 waits for the results of each.
+    While the GPU computes, the host launches the layers that follow.  These launches cost only the time by which
+    they take longer than the GPU.  Other launches are exposed, and their whole time is added: those of a segment
+    before and after its layers, and all those of a draft pass and of an output, because D0 waits for each result.
     """
 
     us: NotNegative  # 10^-6 s
     layer: Count = LLAMA.launches  # launches of a decoder layer of the profile's model
-    experts: Count | None = None  # in such a layer, if it has any; their launches are not in ``layer``
-    chosen: Count | None = None  # of these by a row
+    experts: Count | None = None  # of a decoder layer, if it has experts; ``layer`` omits their launches
+    chosen: Count | None = None  # experts that each row chooses
     pass_graphs: bool = False  # whether draft passes are CUDA graphs
 
     def per_layer(self, rows: int) -> float:

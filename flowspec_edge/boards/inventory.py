@@ -343,8 +343,9 @@ def _check_layers(devices: list[DeviceEntry]) -> None:
         if device.role == "draft":
             continue
         if device.layers is None:
-            raise Misplaced(f"other devices have layers, and {device.name} has none: give all but the draft "
-                            'device role = "verify" and layers = [first, end], or no device layers', number)
+            raise Misplaced(f"other devices have layers, but {device.name} has none: either give every device except "
+                            'the draft device role = "verify" and layers = [first, end], or give no device layers',
+                            number)
         lo, hi = device.layers
         if hi <= lo:
             raise Misplaced(f"[{lo}, {hi}] holds no layer: give [first, end], and the end is not included",

@@ -48,7 +48,7 @@ class Commands(LazyGroup):
             "models.commands:app", "Models: list and fetch them, cut them into shards, train draft parts.",
             _RUN),
         "strategies": LazyCommand(
-            "common.listing:strategies", "List the strategies; with a name, its parameters.", _RUN),
+            "common.listing:strategies", "List the strategies, or the parameters of one.", _RUN),
         "profiles": LazyCommand(
             "common.listing:profiles", "List the profiles of devices and testbeds.", _MEASURE),
         "bench": LazyCommand("bench.commands:app", "Benchmarks.", _MEASURE),
@@ -71,7 +71,7 @@ class Commands(LazyGroup):
             "memory.", _BOARDS),
         "device": LazyCommand("boards.device:app", "A board: measure it, show its profile.", _BOARDS),
         "deploy": LazyCommand(
-            "deploy.commands:app", "A cluster of boards: from bare to running, and back.", _BOARDS),
+            "deploy.commands:app", "Set up a cluster of boards, operate it, and remove it again.", _BOARDS),
         "keys": LazyCommand(
             "deploy.keys:app", "The keys that encrypt the links between boards.", _BOARDS),
         "worker": LazyCommand(

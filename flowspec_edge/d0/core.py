@@ -185,7 +185,7 @@ class DraftCore:
 
     @property
     def sessions(self) -> tuple[int, ...]:
-        """Those that the stages have, or have to report on."""
+        """The sessions that the stages hold or must still report on."""
         return tuple(request.session for request in self._in_state(RequestState.OPEN, RequestState.CLOSING))
 
     @property

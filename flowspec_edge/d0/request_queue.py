@@ -86,7 +86,7 @@ class RequestQueue:
 
     @property
     def requests(self) -> list[RequestHandle]:
-        """Those that wait and those that have a place, in the order of their arrival."""
+        """The requests that wait or have a place, in the order of their arrival."""
         with self._lock:
             return self._queue.items
 

@@ -17,19 +17,19 @@ _MOST_STEPS = 5  # further steps of priority make no difference: one row is guar
 def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | None, stages: int,
            most: int, base_rows: int = 0, gained: float = 0.0, weights: Sequence[float] = (),
            slot: SlotWorth | None = None) -> list[int]:
-    """How many rows of each request go into the batch: as many as maximise tokens per second.
+    """Return how many rows of each request go into the batch.
 
-    offers     P(row becomes text) of each request's rows, in the order of sending
-    seconds    rows -> a stage's time. None: the time is unknown, and the batch has as many rows as the longest
-               offer, or one a request
-    most       rows at most
+    offers     for each request the probabilities that its rows become text, in the order of sending
+    seconds    a stage's time by the number of rows; None if it is unknown
+    most       the largest number of rows to return
     base_rows  rows that are in the batch already, which bring ``gained`` tokens
-    weights    of the requests' guaranteed shares; empty: equal
-    slot       decides on the number of rows where they choose experts
+    weights    the requests' guaranteed shares are proportional to these; empty: the shares are equal
+    slot       decides how many rows go if the model has experts
 
     Every request first gets up to its guaranteed share of the rows that cost no time, and at least one row.
-    Then the likeliest rows of all requests follow.  As in a segment of FlowSpec+, time beyond that of one row
-    counts once per stage.
+    Then the likeliest rows of all requests follow.  Their number is the one with the most tokens per second.
+    A stage's time beyond that of one row counts once for each stage, as in a segment of FlowSpec+.
+    If the time is unknown, the batch has as many rows as the longest offer, and at least as many as requests.
     """
     if seconds is None:
         most = free = max(len(offers), *(len(offer) for offer in offers))
@@ -48,7 +48,7 @@ def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | 
             least = seconds(1)
             rates = [gain / (least + stages * (seconds(base_rows + n) - least))
                      for n, gain in enumerate(gains, 1)]
-            # The last of equal maxima: on a flat piece of the curve further rows are free.
+            # Of equal maxima take the last: where the curve is flat, further rows cost no time.
             rows = rows[:len(rows) - int(np.argmax(rates[::-1]))]
     shares = [0] * len(offers)
     for *_, request in rows:

@@ -119,13 +119,16 @@ class SessionEnded(NamedTuple):
 
 
 class DrafterLoaded(NamedTuple):
-    """D0 has loaded a draft model, whose passes of so many numbers of rows run as CUDA graphs."""
+    """D0 has loaded a draft model.
+
+    ``graph_sizes``: for how many different numbers of rows its passes run as CUDA graphs.
+    """
 
     graph_sizes: int
 
 
 class MessagesDropped(NamedTuple):
-    """D0 drops so many messages."""
+    """D0 drops ``number`` messages."""
 
     reason: DropReason
     number: int

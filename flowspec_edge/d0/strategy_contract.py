@@ -136,7 +136,7 @@ class StrategyContract:
         self.last = f"asked for a draft pass over {len(request.nodes)} nodes"
 
     def no_drafter(self) -> None:
-        """Note that the request has no draft model, so that the strategy is not asked for a draft pass."""
+        """Note that the strategy was not asked for a draft pass, because the request has no draft model."""
         self._has_no_draft = True
         self._check_idle()
 

@@ -29,7 +29,7 @@ from flowspec_edge.util.tensors import indices
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Of one session in a pass: text, then tree nodes."""
+    """One session's rows in a pass: those of text, then those of tree nodes."""
 
     text: list[int]
     nodes: list[DraftNode]

@@ -34,7 +34,10 @@ class FirstToken:
 
 
 def request_of(tokens: int, params: Params | None = None, first: int = 0) -> Request:
-    """Return a request with a prompt of so many tokens, which begins with ``first``, and an answer of one."""
+    """Return a request for an answer of one token.
+
+    Its prompt has ``tokens`` tokens, and begins with the token ``first``.
+    """
     from flowspec_edge.d0.request import Request  # here: readers of results need neither numpy nor a driver
     from flowspec_edge.strategies.params import Params
 

@@ -24,11 +24,15 @@ class Candidates:
 
 
 def candidates_for(count: int, vocabulary: int, width: int) -> Candidates | None:
-    """Those of a target's lm_head [vocabulary, width]; None if it is too small for so many, or they are too few."""
+    """Return the size of a candidate head for a target's lm_head [vocabulary, width].
+
+    The number of candidates is ``count``, rounded up to whole tiles.  Return None if that is below ``LEAST_COUNT``.
+    Return None, too, if lm_head is narrower than 64 or has fewer than four tokens for each candidate.
+    """
     rank, count = min(RANK, width // 2 // _STEP * _STEP), -(-count // _TILE) * _TILE
     return Candidates(count, rank) if count >= LEAST_COUNT and rank and vocabulary >= 4 * count else None
 
 
 def default_count(vocabulary: int) -> int:
-    """Candidates of a model with so many tokens, 0 for none."""
+    """Return how many candidates a model gets by default; 0: it gets no candidate head."""
     return COUNT if vocabulary >= LEAST_VOCABULARY else 0

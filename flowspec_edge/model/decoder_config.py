@@ -144,7 +144,12 @@ def _window(fields: Mapping[str, Any]) -> int | None:
 
 
 def layer_types(fields: Mapping[str, Any], origin: Path | str) -> tuple[str, ...]:
-    """Decide the type of every layer, of a config.json with its defaults; errors as for :func:`decoder_config`."""
+    """Return the type of every layer.
+
+    fields  of a config.json, completed by the defaults
+
+    Raise the same errors as :func:`decoder_config`.
+    """
     family, layers = family_of(fields), int(fields["num_hidden_layers"])
     if family.always_windowed:
         return (_SLIDING,) * layers

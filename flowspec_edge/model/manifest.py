@@ -27,8 +27,8 @@ Bytes = Annotated[int, Field(ge=0)]
 Name = Annotated[str, AfterValidator(no_control_characters)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
-# A layer with a window keeps so many rows besides it, so that a text can be cut that much shorter, and up to as
-# many again before it moves its rows together.
+# A layer with a window keeps this many further rows, so that a text can be cut shorter by as many.  It keeps up to
+# as many again before it moves its rows together.
 WINDOW_SLACK = 64
 SESSIONS = 2  # that stages hold, for each request at once: its own, and a retained prefix
 
@@ -39,7 +39,9 @@ def window_text(window: int) -> int:
 
 
 def reserved(window: int | None, rows: int, requests: int, tentative: int) -> int:
-    """Rows for which a layer has memory whose window has ``window`` rows (None: all), of a cache of ``rows``.
+    """Return for how many rows a layer has memory in a cache of ``rows`` rows.
+
+    ``window``: rows of the layer's window; None: it reads all rows.
 
     ``tentative``: uncommitted ones of each of ``requests`` requests at once (0: any number).
     """
@@ -74,9 +76,10 @@ class ShardPart(StrictModel):
     states: Bytes = 0
 
     def cache_bytes(self, rows: int, requests: int = 0, tentative: int = 0) -> int:
-        """Return the bytes of caches of ``rows`` rows, for so many requests at once, as ``reserved`` says.
+        """Return the bytes of caches of ``rows`` rows for ``requests`` requests at once.
 
-        ``requests`` 0: any number, and the states of one.
+        ``reserved`` says how many rows a layer with a window has.  If ``requests`` is 0, their number is not
+        limited, and the states of one request count.
         """
         less = sum(size * (rows - reserved(window, rows, requests, tentative))
                    for window, size in self.windows.items())
@@ -113,7 +116,7 @@ class Quantisation(StrictModel):
 
 
 class HeadQuantisation(StrictModel):
-    """Of lm_head; beside it draft heads are brought to 4 bits when they are loaded.
+    """How lm_head is quantised.  If it is, draft heads are brought to 4 bits when they are loaded.
 
     ``group``: the most weights that share a scale.
     """

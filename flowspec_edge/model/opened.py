@@ -173,7 +173,10 @@ class OpenModel:
             yield OpenPart(self.target if name == DRAFT else self.path / name, files)
 
     def checkpoint(self) -> Checkpoint:
-        """Open the target's tensors by name, of a sharded model D0's: lm_head, and embeddings that a draft needs."""
+        """Open the target's tensors, which can be looked up by name.
+
+        Of a sharded model only D0's tensors are there: lm_head, and the embeddings if a draft model needs them.
+        """
         from flowspec_edge.model.weights.checkpoint import Checkpoint
 
         return Checkpoint(self.target)

@@ -219,7 +219,7 @@ def _up_to_here(text: str, content: str) -> str:
     """
     at = text.rfind(_HERE.strip())
     if at < 0 or content.strip() not in text:
-        raise UsageError("its last message is not in the prompt as it was written, so it cannot be continued")
+        raise UsageError("it changes the last message, so this message cannot be continued")
     return text[:at] if text[at:].startswith(_HERE) else text[:at].rstrip()
 
 
@@ -241,7 +241,7 @@ class TextStream:
         """
         self._decode, self._write = decode, write
         self._ids = self._lead(after)  # the newest, which affect the text of the next
-        self._text = self._decode(self._ids)  # of these
+        self._text = self._decode(self._ids)  # the text of these ids
         self._written_text = self._text  # the beginning of it that has been written
         self._ids_in_text = len(self._ids)  # how many of the ids the text comes from
 

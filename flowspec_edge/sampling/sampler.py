@@ -38,7 +38,7 @@ _BLOCK = 8  # positions, computed together on an accelerator: saves launches, de
 
 
 def noise_rows(seed: int, positions: NDArray[np.integer], vocabulary: int, like: Tensor) -> list[Tensor]:
-    """[vocabulary] for each position, of the dtype (float32 or float64) and on the device of ``like``."""
+    """Return the noise [vocabulary] for each position, with the dtype (float32 or float64) and device of ``like``."""
     cached_blocks, count = (_rows, 1) if like.device.type == "cpu" else (_blocks, _BLOCK)
     return [cached_blocks(position // count, count, seed, vocabulary, like.device, like.dtype)[position % count]
             for position in positions.tolist()]

@@ -48,8 +48,8 @@ def finished(plan: ShardingPlan, out: Path) -> Manifest | None:
     if manifest is None:
         return None
     if manifest.request != plan.request:
-        raise UsageError(f"{out} already holds a sharded model, of another model or with other options: give "
-                         "another --out")
+        raise UsageError(f"{out} already holds a sharded model that was made from another model or with other options: "
+                         "give another --out")
     (out / JOURNAL).unlink(missing_ok=True)  # of a run that was interrupted after it wrote the manifest
     return manifest
 

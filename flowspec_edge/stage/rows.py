@@ -129,11 +129,11 @@ COUNTERS = (
     "pruned_rows",  # taken out of segments, before or after the layers
     "pruned_cached",  # dropped from the cache: pruned, or not committed
     "experts",  # distinct ones that a segment's rows touched, summed over layers and segments
-    "experts_independent",  # of these, how many independent rows would have touched on average
+    "experts_independent",  # the same, expected for rows that choose experts independently
     "orphan_rows",  # whose ancestor had been dropped here
     "cancelled",  # segments that came out empty because of a Cancel
     "dropped_stale",  # messages of another session, an older epoch, or a run seen before
-    "dropped_session",  # of these, messages whose session is not open
+    "dropped_session",  # of the ``dropped_stale`` messages, those whose session is not open
 )
 
 

@@ -175,7 +175,7 @@ class FlowSpecPlus(TreeStrategy):
         least, stages = seconds(1), self.pipeline.stages
         rates = [gains[rows] / (least + stages * (seconds(rows + root) - least))
                  for rows in range(0 if root else 1, len(gains))]
-        # The last of equal maxima: on a flat piece of the curve further rows are free.
+        # Of equal maxima take the last: where the curve is flat, further rows cost no time.
         return len(nodes) - int(np.argmax(rates[::-1]))
 
     # ---- drafting ----------------------------------------------------------------------

@@ -135,7 +135,7 @@ def encode(message: m.Message) -> list[Buffer]:
     except (ProtocolError, TypeError, ValueError, AttributeError) as error:
         raise ProtocolError(f"cannot send {name}.{key}: {error}") from error
     if form.optional and sum(getattr(message, key) is not None for key in form.optional) != 1:
-        raise ProtocolError(f"cannot send {name}: it has exactly one of {' and '.join(form.optional)}")
+        raise ProtocolError(f"cannot send {name}: it must have exactly one of {' and '.join(form.optional)}")
     header = [name, " ".join(codes), [*arrays.sizes.values()], b"".join(arrays.parts), *scalars]
     return [cast(bytes, msgpack.packb(header)), *arrays.frames]
 
@@ -172,7 +172,7 @@ def decode(frames: Sequence[Buffer]) -> m.Message:
     except ProtocolError as error:
         raise ProtocolError(f"{name}{key and '.'}{key}: {error}") from None
     if form.optional and sum(values[key] is not None for key in form.optional) != 1:
-        raise ProtocolError(f"{name}: it has exactly one of {' and '.join(form.optional)}")
+        raise ProtocolError(f"{name}: it must have exactly one of {' and '.join(form.optional)}")
     return cast(m.Message, form.type(**values))
 
 

@@ -168,7 +168,10 @@ class BestFirstTree(DraftTree):
             self._queue_for_expansion(node)
 
     def _likeliest(self, queue: _Queue, floor: float, condition: Callable[[Node], bool]) -> Iterator[Node]:
-        """Pop live ``condition`` nodes, likeliest first, down to exp(``floor``), never the root."""
+        """Pop the live nodes that meet ``condition``, likeliest first.
+
+        Nodes whose probability, given the root, is below exp(``floor``) stay queued.  The root is never yielded.
+        """
         floor += self.root.score
         last = None
         while True:

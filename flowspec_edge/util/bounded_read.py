@@ -139,7 +139,10 @@ class UncachedFile:
             data, at = data[count:], at + count
 
     def sha256(self, progress: Progress | None = None) -> str:
-        """Hexadecimal, of the whole file: reads what has not been read. ValueError unless ``hashed``."""
+        """Return the sha256 of the whole file in hexadecimal, after reading what has not been read.
+
+        Raise ValueError unless the file was opened with ``hashed``.
+        """
         if self._sha is None:
             raise ValueError(f"{self.path} was not opened to be hashed")
         self._hash(self.size, progress)

@@ -35,14 +35,14 @@ def share_of_cores(processes: int, model_bytes: int | None = None) -> int | None
 
 @contextmanager
 def threads_worth(model_bytes: int) -> Iterator[None]:
-    """Within, this thread's products take one thread if the model is small, else as many as before."""
+    """Let this thread's products within the block use one thread if the model is small, else as many as before."""
     with one_thread() if model_bytes < _SMALL else nullcontext():
         yield
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within, this thread's operations take one thread, unless the user has chosen."""
+    """Let this thread's operations within the block use one thread, unless the user has chosen a number."""
     import torch  # imported here: a command's errors need the number of cores, and no torch
 
     before = torch.get_num_threads()

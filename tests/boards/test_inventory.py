@@ -120,7 +120,7 @@ def test_an_entry_overrides_the_cluster_and_its_defaults(tmp_path: Path) -> None
     (HEAD + "model = demo\n", "3 is not valid TOML: Invalid value (at line 3, column 9); texts need quotes"),
     ("name = 'x'\n\udcff", "2 is not valid TOML"),
     # Layers: of two devices b and c after the draft device a.
-    (layered(None, "[0, 4]"), "7: device.1: other devices have layers, and b has none: give all"),
+    (layered(None, "[0, 4]"), "7: device.1: other devices have layers, but b has none: either give every"),
     (layered("[0, 4]", "[3, 8]"), "16: device.2.layers: [3, 8] overlaps the layers up to 4 of the devices"),
     (layered("[0, 4]", "[5, 8]"), "16: device.2.layers: [5, 8] leaves layer 4 without a device: begin "),
     (layered("[4, 8]", "[0, 4]"), "11: device.1.layers: [4, 8] leaves layers 0 to 3 without a device: "),
@@ -241,7 +241,7 @@ def test_a_key_without_a_value_is_left_out_and_a_boards_own_stays_with_it(tmp_pa
     ({"context": "4k"}, [], "cluster.context: input should be a valid integer"),
     ({"at_once": "3\nserve_port = 9"}, [], "cluster.at_once: input should be a valid integer"),
     ({"name": ""}, [], "missing key 'cluster.name'"),
-    ({"layers": "[0, 4]"}, ["b"], "other devices have layers, and a has none"),
+    ({"layers": "[0, 4]"}, ["b"], "other devices have layers, but a has none"),
     ({"profile": "orin-nono"}, ["a"], "no profile 'orin-nono'")])
 def test_a_wrong_setting_is_named(tmp_path: Path, settings: dict[str, str], boards: list[str], fault: str
                                   ) -> None:

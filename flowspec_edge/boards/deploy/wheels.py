@@ -102,7 +102,8 @@ def fill(wheelhouse: Path, targets: Iterable[WheelTarget],
             on_progress(f"{target}: getting {len(missing)} packages")
             _download(wheelhouse, target, missing)
             if still := _walk(wheelhouse, target)[1]:
-                raise FlowspecError(f"pip downloaded no wheel of {still[0]} for {target} into {wheelhouse}")
+                raise FlowspecError(f"pip reported no error, but {wheelhouse} still has no wheel of {still[0]} for "
+                                    f"{target}: copy one there")
 
 
 def environment(wheelhouse: Path, target: WheelTarget, python: str = "python3") -> Environment:

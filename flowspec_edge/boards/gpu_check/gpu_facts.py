@@ -167,7 +167,11 @@ def has_kernel(operation: str, key: str) -> bool:
 
 
 def piece(device: str, mb: int) -> str:
-    """Ask for so many MB (10^6 bytes) at once, and return them; what the driver prints meanwhile is the reason."""
+    """Allocate ``mb`` MB (10^6 bytes) in one piece, and free them again.
+
+    Return "".  Raise FlowspecError if that fails.  Its text is the driver's message about NvMap, else the library's
+    error.
+    """
     with _capture_stderr() as lines:
         try:
             buffer = torch.empty(mb * _MB, dtype=torch.uint8, device=device)
@@ -184,7 +188,10 @@ def piece(device: str, mb: int) -> str:
 
 @contextmanager
 def _capture_stderr() -> Iterator[list[str]]:
-    """Yield the lines that this process, C's libraries too, prints to stderr in the block; filled at its end."""
+    """Yield the lines that this process prints to stderr in the block, from C libraries, too.
+
+    The list is filled at the end of the block.
+    """
     lines: list[str] = []
     with tempfile.TemporaryFile() as file:
         stderr_copy = os.dup(2)

@@ -48,7 +48,10 @@ class Image:
 
     @property
     def digest(self) -> str:
-        """Of all that decides how the software runs; names its directory below ``paths.VENVS``."""
+        """The digest of everything that decides how the software runs.
+
+        The image's directory below ``paths.VENVS`` has this name.
+        """
         identity = [self.config, self.runtime, self.python, inspect.getsource(launcher)]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:_ID]
 

@@ -47,9 +47,10 @@ def read_gpu(device: str) -> GpuMemory | None:
 
 
 def device_memory(board: BoardInfo, gpu: GpuMemory | None) -> DeviceMemory:
-    """Return the device's memory: by MemAvailable on a CPU or an integrated GPU, else the GPU's own.
+    """Return the device's memory.
 
-    Raise FlowspecError if it is unknown.
+    A CPU and an integrated GPU have the board's memory, of which MemAvailable is free.  Another GPU has its own.
+    Raise FlowspecError if the board's memory is unknown.
     """
     if board.total_mb is None or board.available_mb is None:
         raise FlowspecError("/proc/meminfo does not state this machine's memory: devices must run Linux")

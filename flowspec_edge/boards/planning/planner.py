@@ -155,7 +155,7 @@ class PipelinePlan:
 
     @property
     def context_ms(self) -> float:
-        """Of the slowest stage's time, reading the cache of the context."""
+        """The part of the slowest stage's time in which it reads the context's cache."""
         stage = max(self.stages, key=lambda stage: stage.seconds)
         lo, hi = stage.layers
         empty = stage.board.profile.stage_seconds(self.problem.rows, hi - lo)

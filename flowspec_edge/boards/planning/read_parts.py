@@ -196,7 +196,10 @@ def _queries(config: DecoderConfig) -> int:
 
 
 def _draft_shape(target: DecoderConfig, kind: DraftKind, directory: Path | None) -> HeadShape:
-    """Return the shape of the draft model in ``directory``, of a usual one for ``target`` if that is None."""
+    """Return the shape of the draft model in ``directory``.
+
+    If that is None, return the shape of a usual head for ``target``.
+    """
     if directory and not kind.is_head:  # a model of its own, which is not packed
         files = open_draft(directory)
         values = files.weight_bytes(2) - files.weight_bytes(1)

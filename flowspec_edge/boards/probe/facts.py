@@ -155,7 +155,7 @@ class SystemFacts:
 
 @dataclass(frozen=True)
 class Installed:
-    """A release on a board: its release.json, and whether a token has come through it."""
+    """A release on a board: what its release.json says, and whether its pipeline has produced a token."""
 
     id: str
     role: str  # "draft" or "verify"

@@ -160,7 +160,10 @@ class Incoming:
             data = data[self._stream.write(data):]
 
     def complete(self) -> bool:
-        """Move the file into place if size and sha256 are right, else remove it; whether they are."""
+        """Move the file into place if its size and sha256 are right, else remove it.
+
+        Return whether they are right.
+        """
         if self.size != self._file.size or self._sha.hexdigest() != self._file.sha256:
             self._path.unlink()
             return False

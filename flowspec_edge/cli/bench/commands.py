@@ -49,8 +49,8 @@ app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
                   options=BenchOptions, sampling=Sampling, params=EQUAL)
 def run(
     prompt_lengths: Annotated[str | None, typer.Option(
-        "--prompt-lengths", help="Also print the time to the first token after prompts of so many tokens, such as "
-                                 "512,4096,32768.", metavar="N,N", show_default=False, hidden=True,
+        "--prompt-lengths", help="Also print the time to the first token after prompts of these lengths in "
+                                 "tokens, such as 512,4096,32768.", metavar="N,N", show_default=False, hidden=True,
         rich_help_panel=PROMPTS)] = None,
     *,
     options: BenchOptions,

@@ -71,8 +71,8 @@ class BenchOptions:
 
     strategies: StrategiesOption = None
     prompts: Annotated[list[Path] | None, typer.Option(
-        "--prompts", help="JSONL with prompt or turns, as question.jsonl of FlowSpec, EAGLE and Spec-Bench; "
-                          "each file is a task.  Default: the demonstration's held-out prompts.",
+        "--prompts", help="A JSONL file whose lines have prompt or turns, like question.jsonl of FlowSpec, EAGLE "
+                          "and Spec-Bench.  Each file is a task.  Default: the demonstration's held-out prompts.",
         metavar="F.jsonl", show_default=False, rich_help_panel=PROMPTS)] = None
     by_category: Annotated[bool, typer.Option(
         "--by-category", help="Each category of the files is a task; MT-bench's eight are one, as in "
@@ -104,8 +104,8 @@ class BenchOptions:
     arrival_rate: Annotated[float | None, typer.Option(
         "--arrival-rate", min=0.001, max=1000, callback=not_nan, metavar="R", show_default=False,
         hidden=True, rich_help_panel=PROMPTS,
-        help="Requests arrive at random, R a second on average (Poisson, from --seed), however slow the "
-             "answers.")] = None
+        help="Let requests arrive at random times, R a second on average (a Poisson process, seeded by --seed).  "
+             "They do not wait for earlier answers.")] = None
     idle_seconds: Annotated[float, typer.Option(
         "--idle-seconds", min=0, max=3600, callback=not_nan,
         help="Seconds of idling before the first request, on boards that measure power; idle power is measured after "

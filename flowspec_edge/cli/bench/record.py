@@ -67,7 +67,7 @@ def record(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     cluster: Annotated[Path | None, typer.Option(
-        "--cluster", help="Let the boards of this cluster.toml answer; this machine is the draft device.",
+        "--cluster", help="Let the boards of this cluster.toml answer.  This machine must be the draft device.",
         metavar="FILE", show_default=False)] = None,
     board_model: BoardModelOption = None,
 ) -> None:
@@ -189,7 +189,10 @@ def _digest(model: OpenModel, kind: str | None = None) -> str:
 
 def _opened(model: OpenModel, dtype: Dtype, device: str, cluster: Path | None, board_model: str | None
             ) -> AbstractContextManager[ClusterBackend]:
-    """Open the boards of a cluster file, else this process: one stage, whose time does not matter."""
+    """Open the boards of a cluster file; without one, run the model in this process.
+
+    The process runs in virtual time, because its own time does not matter.
+    """
     from flowspec_edge.drivers.processes.clusters import open_cluster
     from flowspec_edge.drivers.processes.spec import ClusterSpec
 

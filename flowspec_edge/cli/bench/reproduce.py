@@ -38,7 +38,7 @@ _DEMO_PROMPTS = 16  # of the 64: some minutes
 
 def reproduce(
     names: Annotated[list[str] | None, typer.Argument(
-        metavar="[NAME]...", help="What to reproduce, or all; without a name: list what there is.",
+        metavar="[NAME]...", help="The tables and figures to reproduce, or all.  Without a name: list them.",
         show_default=False)] = None,
     out: Annotated[Path, typer.Option(
         "--out", metavar="DIR", help="The folder for the files; made if it is missing.",

@@ -46,8 +46,8 @@ LinksOption = Annotated[Literal["virtual", "namespaces"], typer.Option(
     "--links", help="virtual: time simulated by the profile.  namespaces: real processes over real, shaped "
                     "links on this machine; for the axis bandwidth.", rich_help_panel=TIME)]
 ClusterOption = Annotated[Path | None, typer.Option(
-    "--cluster", help="Measure the boards of this cluster.toml, over their bandwidth or over parameters; this "
-                      "machine is the draft device.",
+    "--cluster", help="Measure the boards of this cluster.toml.  The axis must be bandwidth, or parameters of "
+                      "strategies.  This machine must be the draft device.",
     metavar="FILE", show_default=False, rich_help_panel=TIME)]
 PublishedOption = Annotated[bool, typer.Option(
     "--published/--no-published", help="Show the paper's figures too, if the profile is its testbed.",

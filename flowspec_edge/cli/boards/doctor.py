@@ -26,8 +26,8 @@ _MARKS = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "fai
 
 def doctor(
     cluster: Annotated[Path | None, typer.Option(
-        "--cluster", help="Check the boards of this cluster.toml over ssh, and the links between them; this "
-                          "works before the first deploy up.  Default: this machine.", metavar="FILE",
+        "--cluster", help="Check the boards of this cluster.toml over ssh, and the links between them.  "
+                          "This works before the first deploy up.  Default: check this machine.", metavar="FILE",
         show_default=False)] = None,
     storage: Annotated[str | None, typer.Option(
         "--storage", help="Where releases and shards will be stored.  Default: the home directory; with "

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from flowspec_edge.d0.request import Request
     from flowspec_edge.model.draft_kind import DraftKind
 
-_PROMPTS, _TOKENS = 2, 48  # of a prediction with a model, which takes seconds
-_RECORDED, _RECORDED_TOKENS = 4, 32  # of one with a recording: texts of one kind; of several kinds, one each
+_PROMPTS, _TOKENS = 2, 48  # for a prediction with a model, which takes seconds
+# Texts for a prediction with a recording.  If it has at least as many kinds of texts, one text of each kind is used.
+_RECORDED, _RECORDED_TOKENS = 4, 32
 _SMALL = 10**9  # bytes; predictions run smaller models themselves
 
 def plan(
@@ -189,7 +190,10 @@ def usual_tokens(by_ngrams: bool) -> Tokens:
 
 
 def _tokens_of(path: Path, by_ngrams: bool) -> Tokens:
-    """Return the first text of each kind, at temperature 0, of a recording; the first ones if there are few kinds."""
+    """Return the tokens of some of a recording's texts at temperature 0.
+
+    These are the first text of each kind.  If the recording has few kinds, they are its first texts.
+    """
     from flowspec_edge.cli.boards.plan_cases import Tokens
     from flowspec_edge.drivers.virtual.recorded import request_of
     from flowspec_edge.drivers.virtual.recording import load_recording

@@ -22,13 +22,15 @@ def strategies(
         help="One of them, or package.module:Class: list its parameters.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
-    """List the strategies; with a name, its parameters.
+    """List the strategies, or the parameters of one.
 
-    flowspec is the FlowSpec paper's method; flowspec_plus (FlowSpec+), the default, is this project's
-    extension of it: one tree lasts as long as the round, and its likeliest nodes are drafted and sent at any
-    depth.  Strategies of installed packages are listed, too (entry points "flowspec.strategies").  A class of
-    your own is named as package.module:Class, here and for --strategy; its module is installed or in the
-    current directory.
+    flowspec is the method of the FlowSpec paper.  flowspec_plus (FlowSpec+) is this project's extension of it,
+    and the default.  It keeps one tree for a whole round, and drafts and sends the likeliest nodes of this tree
+    at any depth.
+
+    Strategies of installed packages are listed, too; their entry points are in the group
+    "flowspec.strategies".  Name a class of your own as package.module:Class, here and for --strategy.  Its
+    module must be installed, or be in the current directory.
 
     Examples:
 

@@ -48,7 +48,7 @@ def plain_lines(say: Callable[[float], str]) -> Iterator[None]:
 
 @contextmanager
 def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
-    """Call ``act`` every so many seconds, in a thread."""
+    """Call ``act`` in a thread, once in every ``seconds`` seconds."""
     ended = threading.Event()
 
     def repeat() -> None:

@@ -19,7 +19,7 @@ from flowspec_edge.util.terminal import did_you_mean, printable
 if TYPE_CHECKING:
     from flowspec_edge.boards.doctor.discover import DiscoveredBoard
 
-app = typer.Typer(help="A cluster of boards: from bare to running, and back.", no_args_is_help=True)
+app = typer.Typer(help="Set up a cluster of boards, operate it, and remove it again.", no_args_is_help=True)
 
 
 
@@ -37,7 +37,7 @@ def init(
         show_default=False)] = None,
     ssh_config: Annotated[Path | None, typer.Option(
         "--ssh-config", metavar="FILE", show_default=False,
-        help="A configuration for ssh's -F.  Default: your own.")] = None,
+        help="The configuration file for ssh (its option -F).  Default: your own.")] = None,
     model: Annotated[str, typer.Option(
         "--model", help="What the cluster is to run: a name of flowspec models list, a GGUF file, or a directory.",
         metavar="MODEL")] = DEMO,

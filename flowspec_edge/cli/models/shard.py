@@ -51,10 +51,10 @@ def shard(
         "--compute-dtype",
         help="Element type of computing.  Default: bf16 with 4 bits, else as stored.")] = None,
     lm_head: Annotated[HeadBits | None, typer.Option(
-        "--lm-head", help="Bits of lm_head.  Beside int8 and int4 a draft head is in 4 bits.  Default: int8 "
+        "--lm-head", help="Bits of lm_head.  With int8 or int4, draft heads have 4 bits.  Default: int8 "
         "with 4 bits, else 16bit.  What it costs: flowspec models loss.")] = None,
     kv_cache: Annotated[CacheBits, typer.Option(
-        "--kv-cache", help="How stages keep keys and values: 16bit, as computed, or int8, in half of that.",
+        "--kv-cache", help="How stages keep keys and values.  16bit: as computed.  int8: in half of that memory.",
         )] = "16bit",
     candidates: Annotated[int | None, typer.Option(
         "--candidates", min=0, max=4096, metavar="N",

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 def serve(
     cluster: Annotated[Path | None, typer.Option(
         "--cluster", metavar="FILE", show_default=False, rich_help_panel=TIME,
-        help="Serve on the boards of this cluster.toml; this machine is the draft device.")] = None,
+        help="Serve on the boards of this cluster.toml.  This machine must be the draft device.")] = None,
     board_model: BoardModelOption = None,
     model: AnsweringModelOption = None,
     name: Annotated[str | None, typer.Option(

@@ -175,7 +175,11 @@ def _outputs(settings: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def default_layers(layers: int, states: int) -> tuple[int, ...]:
-    """z-lab's, of a target with this many: the outputs of layers 1 to L - 3, evenly, or of the middle one."""
+    """Return the layers of the target whose outputs z-lab's heads read by default.
+
+    These are spread evenly from layer 1 to layer ``layers`` - 3; a single one is the middle layer.  The returned
+    numbers are one higher, because they count the embeddings as 0.
+    """
     if states == 1:
         return (layers // 2 + 1,)
     return tuple(2 + round(i * (layers - 4) / (states - 1)) for i in range(states))

@@ -107,9 +107,10 @@ class CandidateSelector(nn.Module):
 
 
 class Convolution(nn.Module):
-    """Depthwise and causal along a block, before a sublayer and after it (DFlash2).
+    """The kernels of two depthwise, causal convolutions along a block: before a sublayer and after it (DFlash2).
 
-    A slot's two kernels are learned ones with a change by the sublayer's input, which a group of channels shares.
+    Each slot has kernels of its own.  They are the learned kernels plus a change that is computed from the sublayer's
+    input.  The channels of a group share this change.
     """
 
     def __init__(self, config: BlockConfig) -> None:
@@ -120,7 +121,7 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(width, 2 * self._taps * width // self._shared, bias=False)
 
     def kernels(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Both, [..., m, taps, H] each, by the sublayer's input [..., m, H]."""
+        """Return both kernels, [..., m, taps, H] each, for the sublayer's input [..., m, H]."""
         change = self.kernel_projection(x).unflatten(-1, (2, self._taps, -1))
         before, after = (change.repeat_interleave(self._shared, -1) + self.base_kernel).unbind(-3)
         return before, after

@@ -120,7 +120,7 @@ class HeadDrafter(TreeDrafter):
                  recorded: RecordedPasses | None = None) -> None:
         self._head: DraftHead = head.eval().requires_grad_(False)
         head.prepare()
-        self._states: list[Tensor] = []  # of queued text rows, [n, width] each, in their order
+        self._states: list[Tensor] = []  # the queued text rows' states, [n, width] each, in order
         shape = head.cache_shape()
         self._dtype, self._device = shape.dtype, shape.device
         super().__init__(shape, head.pass_model(logits), draft_vocabulary, memory, recorded)

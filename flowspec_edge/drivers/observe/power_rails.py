@@ -31,7 +31,7 @@ def system_root() -> Path:
 
 
 def find_rails(root: Path) -> dict[str, Rail]:
-    """Return the connected channels of all chips below ``root`` by label."""
+    """Map the label of each connected channel of the chips below ``root`` to the channel's files."""
     rails: dict[str, Rail] = {}
     for chip in sorted(root.glob(_CHIPS)):
         for channel in _CHANNELS:

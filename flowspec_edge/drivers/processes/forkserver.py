@@ -82,7 +82,7 @@ def tend() -> None:
         _kill(server)
     if state in (STOPPED, ENDED):
         _tended_at = now
-        with suppress(FlowspecError):  # such as of a full disk; the next worker's start reports it
+        with suppress(FlowspecError):  # for example, the disk is full; the next worker's start reports it
             preload()
 
 

@@ -111,7 +111,7 @@ class Devices:
 
     @cached_property
     def _occupied(self) -> dict[int, float]:
-        """Seconds of a prompt of so many rows, as they have been computed."""
+        """The seconds of prompts by their number of rows, as far as they have been computed."""
         return {}
 
     def link_row_seconds(self) -> float:

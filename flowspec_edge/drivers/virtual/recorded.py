@@ -180,7 +180,7 @@ class RecordedStage:
                 for part in parts]
 
     def _digests(self, part: Part) -> Payload:
-        """Those of a segment's rows; they are kept behind the cache's last one."""
+        """Return the digests of a segment's rows, and write them to the cache behind its last row."""
         [cache] = part.cache.parts
         assert isinstance(cache, DigestCache)
         tokens, positions = part.segment.tokens, part.segment.positions
@@ -204,7 +204,7 @@ class RecordedStage:
 
 
 def _settled(sampling: Sampling) -> Sampling:
-    """Without what a greedy choice does not depend on."""
+    """Return ``sampling`` without the settings that do not affect a greedy choice."""
     return Sampling() if sampling.greedy else sampling
 
 

@@ -206,8 +206,8 @@ def load_recording(path: Path) -> Recording:
     except UsageError:
         raise
     except Exception as error:  # zipfile, lzma and numpy each have errors of their own for damaged files
-        raise UsageError(f"{path} is no whole recording ({type(error).__name__}: {first_line(error)}): copy it again, "
-                         "or make it again with: flowspec record") from error
+        raise UsageError(f"the recording {path} is incomplete or damaged ({type(error).__name__}: "
+                         f"{first_line(error)}): copy it again, or make it again with: flowspec record") from error
 
 
 def _recording(path: Path, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Recording:

@@ -51,7 +51,7 @@ from flowspec_edge.strategies.base import Parallelism
 
 @dataclass(eq=False)
 class _Traffic:
-    """Of an open session, in bytes."""
+    """The traffic of an open session, in bytes."""
 
     since: float
     out: list[int]  # by stage, on its data link

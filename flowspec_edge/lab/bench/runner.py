@@ -287,7 +287,7 @@ class ArrivalPattern:
                 for first in range(0, requests, self.clients)]
 
     def at_once(self, requests: int) -> int:
-        """Return the most of so many requests that can be open together."""
+        """Return how many of ``requests`` requests can be open together at most."""
         return self.clients or requests
 
 

@@ -84,7 +84,9 @@ class ConcurrentTiming:
 
 @dataclass(frozen=True)
 class ConcurrencyFigures:
-    """Of a row. A request's speed is :func:`speed`; figures are None without an answer that has one.
+    """The figures of one row about requests that ran beside others.
+
+    A request's speed is :func:`speed`.  Figures are None if no answer has a speed.
 
     total_tokens_per_second  the groups' tokens over the time from the first arrival to the last token, sums
                              divided by sums

@@ -155,7 +155,7 @@ class NetnsTestbed:
         if not self._holders:
             raise FlowspecError("the testbed is closed; create a new one")
         if not 0 <= rank < self._places:
-            raise UsageError(f"the testbed has places 0 to {self._places - 1}, not {rank}")
+            raise UsageError(f"the testbed has no device {rank}: its devices are 0 to {self._places - 1}")
         return rank
 
 

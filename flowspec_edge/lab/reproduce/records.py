@@ -250,7 +250,10 @@ _FIGURES: dict[Kind, Figures] = {
 
 
 def _published(kind: Kind, measured: Measured, paper: PaperResults) -> Iterator[Record]:
-    """Yield the paper's figures for this testbed; none for other numbers of stages, and none with look-up."""
+    """Yield the paper's figures for this testbed.
+
+    There are none for other numbers of stages than the paper's, and none with look-up.
+    """
     m, stages = measured.measurement, measured.settings.get("stages", 0)
     if measured.looks_up:
         return  # the papers look up nothing

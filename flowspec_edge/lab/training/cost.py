@@ -28,7 +28,7 @@ _PROBE = 1024  # width of the product that gives a first guess of the rate
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """Of ``recipe`` on ``device``.
+    """What training by ``recipe`` takes on ``device``.
 
     step_s     seconds of a step, the mean of plain and unrolled ones, without torch.compile
     timed      the step that was timed; exact: whether it was the real one

@@ -114,7 +114,7 @@ class Eagle2Pass:
 
 
 class Eagle3Pass:
-    """As ``Eagle3Head.fuse``, ``forward`` and ``logits``, over n rows of each of B texts."""
+    """Computes as ``Eagle3Head.fuse``, ``forward`` and ``logits`` do, but over n rows of each of B texts."""
 
     def __init__(self, head: Eagle3Head) -> None:
         self._head, self._attention = head, Attention(head.config, head.weight.device)
@@ -147,7 +147,7 @@ class Eagle3Pass:
 
 
 class BlockPass:
-    """As ``BlockHead.keys_values`` and ``forward``, over B texts."""
+    """Computes as ``BlockHead.keys_values`` and ``forward`` do, but over B texts."""
 
     def __init__(self, head: BlockHead) -> None:
         self._head, self._attention = head, Attention(head.config, head.norm.weight.device)

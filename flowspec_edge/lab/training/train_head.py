@@ -125,7 +125,7 @@ def recipe_for(kind: str, options: HeadOptions) -> HeadRecipe:
     if not 1 <= depth <= recipe.window:
         raise UsageError(f"--depth must be 1 to {recipe.window}, the tokens of a window, not {depth}")
     recipe = replace(recipe, steps=options.steps or recipe.steps, depth=depth)
-    if DRAFT_KINDS[kind].is_block:  # as many slots of a window, however long its blocks are
+    if DRAFT_KINDS[kind].is_block:  # a window has the same number of slots, however long its blocks are
         recipe = replace(recipe, chains=max(1, recipe.window // depth))
     if options.start:  # a trained head: unroll from the first step, decay early
         recipe = replace(recipe, plain=0.0, decay_from=0.2)

@@ -34,7 +34,7 @@ _TRIES = 2  # a process may have been ended from outside before it got its job
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one job.
+    """The limits of one job.
 
     cpu_s   seconds of CPU time
     wall_s  seconds in all: on a machine with other work a job gets a part of a core

@@ -34,7 +34,7 @@ def enforceable(schema: dict[str, Any], fails: Fails) -> tuple[dict[str, Any], l
 
 
 class _Trial:
-    """Of one schema, ``root``."""
+    """Tries what of one schema, ``root``, can be enforced."""
 
     def __init__(self, root: dict[str, Any], fails: Fails) -> None:
         self.problems: list[Problem] = []

@@ -96,9 +96,9 @@ class _PickledFile(WeightFile):
 
 
 def _by_name(content: object) -> dict[str, Tensor] | None:
-    """Return the tensors by name in what a file holds; None if there are none.
+    """Return the mapping from names to tensors in a file's ``content``; None if there is no such mapping.
 
-    They are at the top, or nested as training frameworks store them, with other things beside them.
+    It is the whole content, or one of its values.  Training frameworks nest it so, beside other things.
     """
     if not isinstance(content, Mapping):
         return None

@@ -159,7 +159,7 @@ class Live:
     async def _tick(self) -> None:
         tick = 0
         while not self._admission.closed:
-            await asyncio.sleep(_TICK_S)  # news is sent at this interval, however fast it comes
+            await asyncio.sleep(_TICK_S)  # viewers get news at this interval, however often there is some
             tick += 1
             self._send_news(slow=tick % _SLOW_TICKS == 0)
 

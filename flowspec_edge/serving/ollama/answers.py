@@ -143,7 +143,7 @@ class ChatAnswer(Answer):
 
 
 class GenerateAnswer(ChatAnswer):
-    """Of /api/generate, which has no tools."""
+    """The answer of /api/generate, which has no tools."""
 
     def _text_part(self, text: str) -> dict[str, Any]:
         return {"response": text}

@@ -380,7 +380,11 @@ class ServedModel:
         return Restrictions(allowed, words, body.min_tokens or 0) or None
 
     def sampling(self, body: Body) -> Sampling:
-        """Return the client's settings, else the model's generation config, else greedy; seeds default to random."""
+        """Return the sampling settings of a request.
+
+        They are the client's, else those of the model's generation config, else greedy.  If the client gives no seed,
+        the seed is random.
+        """
         settings: dict[str, Any] = {name: value for name, value in (
             ("temperature", body.temperature), ("top_p", body.top_p), ("min_p", body.min_p),
             ("top_k", None if body.top_k is None else max(0, body.top_k))) if value is not None}

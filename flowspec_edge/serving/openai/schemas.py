@@ -147,7 +147,10 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class Reasoning(Ignoring):
-    """Of responses, and of chats as some servers take it; a ``summary`` is not written."""
+    """The field ``reasoning`` of responses; some servers take it in chats, too.
+
+    A client may ask for a ``summary``, but gets none.
+    """
 
     effort: ReasoningEffort | None = None
 

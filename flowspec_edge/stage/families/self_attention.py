@@ -18,9 +18,11 @@ from flowspec_edge.util.linears import detach_and_join
 
 
 class Projected(NamedTuple):
-    """Of N rows: queries [N, heads, d], and keys, then values, [N, 2 * kv_heads, d].
+    """The queries, keys, values and gates of N rows.  They are views of one product.
 
-    Gates of the outputs as the queries, or None. Views of one product.
+    queries  [N, heads, d]
+    cached   keys, then values, [N, 2 * kv_heads, d]
+    gates    of the outputs, in the shape of the queries; None: the family has no gates
     """
 
     queries: Tensor

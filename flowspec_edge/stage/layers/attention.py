@@ -119,7 +119,10 @@ _START = 64  # rows: a window's first call begins at a multiple of them, where C
 
 
 def tail_start(path: int) -> int:
-    """Return from which row of its path a row with so many, its own included, reads columns of its own."""
+    """Return the index in a row's path from which on the row reads columns of its own.
+
+    ``path``: the number of rows on the path, this one included.
+    """
     return max(0, (path - _NEWEST) // BLOCK * BLOCK)
 
 

@@ -52,7 +52,7 @@ class DeltaRows(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Of rows that are not folded into the state, parents first."""
+    """The entries of rows that are not folded into the state, parents first."""
 
     keys: Tensor
     targets: Tensor  # w

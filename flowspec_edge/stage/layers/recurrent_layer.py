@@ -104,7 +104,7 @@ class RecurrentLayer:
         self._length = 0  # entries
         self._entries = Entries(*(torch.empty(0, *size, device=device) for size in (
             (kind.key_heads, kind.key_width), (kind.heads, kind.value_width), (kind.heads,), (kind.heads,))))
-        # The convolution's: of the last folded rows, then of each entry.
+        # The convolution's inputs: those of the last folded rows, then those of each entry.
         self._inputs = torch.zeros(self._before, kind.channels, dtype=dtype, device=device)
         self._pass: DeltaPass | None = None
 
@@ -127,7 +127,7 @@ class RecurrentLayer:
         self._inputs = self._inputs[:self._before].clone()
 
     def make_room(self, entries: int) -> None:
-        """Make room for at least so many entries."""
+        """Make room for at least ``entries`` entries."""
         room = len(self._entries.keys)
         if entries > room:
             more = max(_ROOM, entries - room, room)
@@ -203,7 +203,10 @@ class RecurrentLayer:
         self._move(0, slice(count, self._length))
 
     def keep(self, first: int, moved: Tensor) -> None:
-        """Keep, of the entries from ``first`` on, those in the slots ``moved``, increasing."""
+        """Drop the entries from ``first`` on, except those in the slots ``moved``.
+
+        The slots are in increasing order.  Entries before ``first`` stay.
+        """
         self._move(first, moved)
 
     def _move(self, first: int, slots: slice | Tensor) -> None:

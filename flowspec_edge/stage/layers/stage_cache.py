@@ -68,9 +68,10 @@ class LayerCache(Protocol):
         """
 
     def snapshot_at(self, rows: int) -> None:
-        """Keep what a session needs that begins with the text's first ``rows`` rows, however far this one goes.
+        """Keep what another session needs in order to begin with this text's first ``rows`` rows.
 
-        No more rows than these are text yet. ProtocolError if that is gone already.
+        It stays, however far this session goes on.  At the call, at most ``rows`` rows are text.  Raise ProtocolError
+        if what is needed is gone already.
         """
 
     def fill(self, rows: int) -> None:
@@ -312,7 +313,10 @@ class StageMemory:
         return max((arena.rows for arena in self.arenas.values()), default=0)
 
     def missing(self, capacity: int, tentative: int, existing: StageCache | None = None) -> int:
-        """Bytes by which the memory must grow for a cache, or ``existing``, to hold ``capacity`` rows."""
+        """Return how many bytes the memory must grow so that a cache can hold ``capacity`` rows.
+
+        The cache is ``existing``, or a new one if that is None.
+        """
         parts = existing.parts if existing else (None,) * len(self.arenas)
         return sum(arena.missing(kind.rows(capacity, tentative), part) * arena.row_bytes
                    for (kind, arena), part in zip(self.arenas.items(), parts, strict=True))

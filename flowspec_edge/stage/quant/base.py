@@ -166,7 +166,7 @@ class Scheme(ABC):
         """
 
     def joins(self, parts: Sequence[int], columns: int) -> bool:
-        """Whether one matrix can hold those of so many rows each."""
+        """Return whether one matrix can hold several matrices, whose numbers of rows are ``parts``."""
         return not any(rows % ROW_BLOCK for rows in parts[:-1]) and self.fits(sum(parts), columns) is not None
 
     def caveat(self, dtype: torch.dtype, capability: tuple[int, int]) -> str:

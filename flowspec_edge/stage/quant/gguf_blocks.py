@@ -73,7 +73,10 @@ class GgufImporter:
 
 
 def repacked(kind: str, blocks: Tensor) -> dict[str, Tensor]:
-    """Repack rows of ``blocks``, uint8 [n, bytes of a row], of a type of 4 bits."""
+    """Repack rows of ``blocks``, uint8 [n, bytes of a row].
+
+    ``kind``: their type, which must have 4 bits.
+    """
     codes, scales, zeros = _REPACK[kind](blocks)
     return {"qweight": pack(codes.flatten(1)), "scales": scales.to(torch.bfloat16), "zeros": zeros.to(torch.bfloat16)}
 

@@ -261,7 +261,9 @@ _TILE, _LANES = 8, 4  # rows of a tile of the GPU's layout, and lanes of a row i
 
 
 def packed_rows(packed: Tensor, ids: Tensor) -> Tensor:
-    """Return rows ``ids``, a multiple of 8, of a matrix in the GPU's layout, as a matrix in it.
+    """Return the rows ``ids`` of a matrix in the GPU's layout, as a matrix in the same layout.
+
+    The number of rows must be a multiple of 8.
 
     Each of a tile's 32 lanes holds weights of one row, of lane / 4.
     """
@@ -283,7 +285,7 @@ def rows_are_in_lanes(inner: int, device: torch.device) -> bool:
 
 
 def _fill_scales_zeros(scales_zeros: Tensor, lo: int, stored: Mapping[str, Tensor]) -> None:
-    """Both in one tensor [groups, rows, 2], as the kernels expect."""
+    """Write scales and zeros to one tensor [groups, rows, 2], as the kernels expect them."""
     hi = lo + len(stored["scales"])
     scales_zeros[:, lo:hi, 0] = stored["scales"].t()
     scales_zeros[:, lo:hi, 1] = stored["zeros"].t()

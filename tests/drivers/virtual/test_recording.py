@@ -322,7 +322,7 @@ def refusal(path: Path) -> str:
     ("recording.json", b'"vocabulary": 70000', b'"vocabulary": 9', "outside the vocabulary of 9"),
     ("recording.json", b'"children": 3', b'"children": 4', "other sizes"),
     ("recording.json", b'"answer": ', b'"answer": 1', "other lengths|tokens of prompt"),
-    ("recording.json", b"{", b"[", "no whole recording"),
+    ("recording.json", b"{", b"[", "is incomplete or damaged"),
 ])
 def test_a_file_that_is_not_consistent(tmp_path: Path, name: str, old: bytes, new: bytes, said: str) -> None:
     good, bad = tmp_path / "good.flowrec", tmp_path / "bad.flowrec"

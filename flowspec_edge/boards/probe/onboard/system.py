@@ -105,7 +105,10 @@ def environments(paths: list[str]) -> list[str]:
 
 
 def interface_of(address: str) -> str:
-    """Return the interface that has ``address``, else the one of the ssh connection, else ""."""
+    """Return the name of the interface that has ``address``.
+
+    If none has it, return the name of the interface that the ssh connection uses; "" if that is unknown, too.
+    """
     interfaces = ipv4_addresses()
     for candidate in (address, *os.environ.get("SSH_CONNECTION", "").split()[2:3]):
         for name, addresses in interfaces.items():
