@@ -79,7 +79,7 @@ def test_a_cancel_counts_until_the_device_is_done(model: Path, cancel_at: int,
 
     Cancelled at any of them, the run comes out empty and the cache is as it was."""
     queue = Queue()
-    monkeypatch.setattr(LaunchPacer, "of", lambda device: LaunchPacer(queue.record))
+    monkeypatch.setattr(LaunchPacer, "for_device", lambda device: LaunchPacer(queue.record))
     (engine,) = engines(model, 1)
     admitted = admit(engine, Book().text(random_tokens(5, 97, seed=1)))
     polls: list[int] = []
@@ -104,7 +104,7 @@ def test_a_cancel_counts_until_the_device_is_done(model: Path, cancel_at: int,
 def test_rows_pruned_while_the_device_is_waited_for_are_not_sent(model: Path,
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Queue()
-    monkeypatch.setattr(LaunchPacer, "of", lambda device: LaunchPacer(queue.record))
+    monkeypatch.setattr(LaunchPacer, "for_device", lambda device: LaunchPacer(queue.record))
     (engine,) = engines(model, 1)
     book = Book()
     engine.compute([admit(engine, book.text([5, 6, 7]))])

@@ -31,7 +31,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
-    monkeypatch.setattr(LaunchPacer, "of", lambda _: LaunchPacer(lambda: device))
+    monkeypatch.setattr(LaunchPacer, "for_device", lambda _: LaunchPacer(lambda: device))
     return device
 
 
