@@ -35,12 +35,15 @@ def test_only_who_has_the_key_is_let_in(held: Held, model: Path) -> None:
 
 
 def test_a_board_that_is_asked_for_its_status_finds_the_key(held: Held, model: Path, tmp_path: Path) -> None:
-    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right, several, wrong = tmp_path / "right", tmp_path / "several", tmp_path / "wrong"
     right.write_text(KEY)
+    several.write_text(f"\n {KEY} \nof another client\n")
     wrong.write_text("correct hors")
-    with running(served(model), held, api_key=KEY) as server:
+    with running(served(model), held, api_key=several.read_text()) as server:
         host, port = server.url.removeprefix("http://").split(":")
-        assert ask_ready(host, int(port), str(right))["ready"] is True
+        for file in (right, several):
+            found = ask_ready(host, int(port), str(file))
+            assert found["ready"] is True, found
         for file in (wrong, tmp_path / "none"):
             found = ask_ready(host, int(port), str(file))
             assert (found["ready"], str(file) in found["reason"]) == (False, True)

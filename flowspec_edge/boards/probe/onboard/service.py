@@ -69,14 +69,15 @@ def last_words(unit: str) -> str:
 
 
 def read_key(path: str) -> str:
-    """Read the clients' API key, which only root can read; "" if that fails."""
+    """Read the first of the clients' API keys, one a line, which only root can read; "" if that fails."""
     try:
         with open(path, encoding="ascii") as file:
-            return file.read().strip()
+            keys = file.read()
     except PermissionError:
-        return output("sudo", "-n", "cat", path).strip()
+        keys = output("sudo", "-n", "cat", path)
     except (OSError, ValueError):
         return ""
+    return keys.strip().partition("\n")[0].strip()
 
 
 def ask_ready(host: str, port: int, api_key: str, key: str = "") -> Any:
