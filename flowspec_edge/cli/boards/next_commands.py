@@ -59,6 +59,9 @@ def _at_hand(report: PlanReport, model: str) -> tuple[list[str], str]:
     if is_repository_name(model) and not Path(model).exists():
         directory = Path(model).name
         return [f"hf download {model} --local-dir {directory}"], directory
+    path = Path(model)
+    if path.name == "config.json" and path.is_file() and not is_here(model):  # plan alone reads the file by itself
+        model = str(path.parent)
     if not report.size.from_weights:
         return ["(put the checkpoint's weights beside its config.json)"], model
     return [], entry[0] if entry else model

@@ -70,7 +70,7 @@ def train_head(
     start: Annotated[Path | None, typer.Option(
         "--start", help="Continue from this EAGLE-2 head: unrolled from the first step, and the learning "
         "rate falls after a fifth of the run.  Default: an untrained head.", metavar="DIR")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A few steps of few tokens, to try it.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="60 steps of 256 tokens, to try it; --steps may give fewer.")] = False,
 ) -> None:
     """Train an EAGLE head or a block drafter for a model; the model's weights do not change.
 

@@ -258,7 +258,8 @@ def claim(console: Console, out: Path, work: Path | None) -> Path | None:
     :func:`claim_work`.
     """
     if is_finished(out):
-        console.print(f"{out} is there already; delete it to have it made again", markup=False)
+        console.print(f"{out} is there already; delete it to have it made again, or give another directory as --out",
+                      markup=False)
         return None
     claim_part(out)
     work = work or work_beside(out)
