@@ -125,8 +125,8 @@ class _Drafts(Collection[str]):
     advice  how a head in a directory is given instead: the end of a sentence
     """
 
-    advice = (f"; a head's directory is given to flowspec models shard --draft DIR, or linked as MODEL/{EAGLE2.directory} "
-              "or by the name of its kind")
+    advice = ("; a head's directory is given to flowspec models shard --draft DIR, or linked as "
+              f"MODEL/{EAGLE2.directory} or by the name of its kind")
 
     def __contains__(self, name: object) -> bool:
         return name == OWN or (name in DRAFT_KINDS and not DRAFT_KINDS[str(name)].bound)

@@ -39,7 +39,8 @@ def refuse_unless_runnable(directory: Path, quantised: bool = False) -> None:
     """
     path = directory / "config.json"
     if not path.is_file():
-        raise UsageError(_without_target(directory) or describe(directory) or f"{directory} is incomplete: config.json is missing")
+        raise UsageError(_without_target(directory) or describe(directory)
+                         or f"{directory} is incomplete: config.json is missing")
     config = read_json_object(path)
     problem = next(_other_kinds(directory, config), None)
     if problem is not None:
@@ -52,8 +53,8 @@ def _without_target(directory: Path) -> str | None:
     """Return what is wrong with flowspec's own layout, whose target is missing; None: it is not one."""
     target = directory / "target"
     if target.is_symlink():
-        return (f"{target} is a link to {target.readlink()}, which does not exist from there: link the model by its full "
-                "path")
+        return (f"{target} is a link to {target.readlink()}, which does not exist from there: link the model by its "
+                "full path")
     inner = [directory / entry for entry in _entries(directory) if (directory / entry / "config.json").is_file()]
     models = [path for path in inner if not _is_head(path)]
     if len(inner) > len(models) == 1:
@@ -78,8 +79,8 @@ def require_family(config: Mapping[str, Any], path: Path | str) -> None:
     family, inner, names = config.get("model_type"), config.get("text_config"), config.get("architectures")
     for name in names if isinstance(names, list) else ():
         if str(name).endswith(_WITHOUT_TOKENS):
-            raise UsageError(f"{path}: {name} classifies text and gives no tokens: take a checkpoint of a language model "
-                             "(…ForCausalLM)")
+            raise UsageError(f"{path}: {name} classifies text and gives no tokens: take a checkpoint of a language "
+                             "model (…ForCausalLM)")
     if not isinstance(family, str):
         raise UsageError(f"{path} names no model_type: it is not the configuration of a model, or an old "
                          "one; take the checkpoint as it was published")

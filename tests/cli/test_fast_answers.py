@@ -45,6 +45,8 @@ ERRORS = [  # and a part of the line
     (["models", "shard", "--model", "demoo", "--stages", "2", "--out", "nowhere"], "did you mean demo"),
     (["models", "shard", "--model", "demo", "--draft", "nowhere", "--stages", "2", "--out", "x"], "nowhere"),
     (["models", "head", "demoo"], "did you mean demo"),
+    (["models", "train-head", "--model", "demo", "--kind", "eagle2", "--data", "nowhere.txt"],
+     "no training text at nowhere.txt"),
     (["models", "loss", "nowhere", "--against", "demoo"], "did you mean demo"),
     (["doctor", "--gpu", "--report", "/nowhere/report.json"], "/nowhere"),
     *((command, "flowspec deploy init HOST HOST… --out nowhere.toml") for command in (

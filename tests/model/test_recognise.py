@@ -150,8 +150,8 @@ def test_a_directory_beside_the_target_that_no_kind_has_is_named(tmp_path: Path,
     (whole / "eagle2").rename(whole / "my-head")
     resolve_model(whole)
     [said] = caplog.messages
-    assert said.startswith(f"{whole / 'my-head'} is not read: a draft model goes by its directory's name, which is one of "
-                           "eagle2, ")
+    assert said.startswith(f"{whole / 'my-head'} is not read: a draft model goes by its directory's name, which is "
+                           "one of eagle2, ")
 
 
 def test_a_file_is_no_directory(model: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.lab.training.block import rarest_token
+from flowspec_edge.lab.training.data_files import data_files
 from flowspec_edge.lab.training.eagle import draft_vocabulary
 from flowspec_edge.lab.training.heads import DEPTHS, LENGTH, HeadRecipe, HeadTrainer, agreement, train_head, trainer_of
 from flowspec_edge.lab.training.loop import QUICK, LoopOptions
@@ -30,7 +31,6 @@ from flowspec_edge.lab.training.text_files import (
     TrainingText,
     bind,
     claim,
-    data_files,
     digest,
     make_part,
     prepare_files,
@@ -119,7 +119,7 @@ def _next(model: OpenModel, kind: str, out: Path) -> list[str]:
     if out.resolve() == home.resolve():
         return [f'Next: flowspec generate --model {name} "…"']
     shards = shlex.quote(f"{model.name}-shards")
-    lines = [f"Next: flowspec models shard --model {name} --draft {shlex.quote(str(out))} --stages N --out {shards}"]
+    lines = [f"Next: flowspec models shard --model {name} --draft {shlex.quote(str(out))} --stages 4 --out {shards}"]
     if model.target != model.path:  # flowspec's own layout, which has a place for a head
         lines.append(f"or, to draft with it in {name}: ln -sfn {shlex.quote(str(out.resolve()))} "
                      f"{shlex.quote(str(home))}")
