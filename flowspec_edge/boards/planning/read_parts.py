@@ -67,9 +67,10 @@ def read_model(name_or_path: str, packed: bool, draft: PlannedDraftName, using: 
     if importer(location.fields) is not None:
         raise UsageError(f"{name} is a quantised checkpoint: give the 16 bit one, and --dtype int4")
     if location.model:
+        facts = TargetFacts(location.model.target, config.hidden_size, config.vocab_size, config.num_hidden_layers)
         for stored in drafts_of(location.model, ()):
-            check_fit(stored, TargetFacts(location.model.target, config.hidden_size, config.vocab_size,
-                                          config.num_hidden_layers))
+            if using is None or stored.kind != using.kind:  # as when it is sharded
+                check_fit(stored, facts)
     core = _decoder(config)
     from_weights = target is not None and locate(target) is not None
     if target and from_weights:
