@@ -19,6 +19,7 @@ from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.model.catalogue import find_known_model
 from flowspec_edge.model.config import check_config
 from flowspec_edge.model.decoder_config import DecoderConfig, decoder_config
+from flowspec_edge.model.draft_kind import DraftKind
 from flowspec_edge.model.draft_kinds import kind_of_format, recognise_format
 from flowspec_edge.model.families import Family
 from flowspec_edge.model.recognise import describe
@@ -64,6 +65,14 @@ def read_config(directory: Path, title: str, blocks: bool = False) -> dict[str, 
         raise FlowspecError(f"{path}: a head in the format {name} is a draft model of the kind {kind.name}: "
                             f"it belongs in a directory {kind.directory}/")
     return raw
+
+
+def refuse_other_kind(directory: Path, kind: DraftKind, recognised_kind: DraftKind | None) -> None:
+    """Raise UsageError if the draft model in the directory of ``kind`` is of another kind, as its files tell."""
+    tells = kind.recognise is not None or kind.formats or kind.files_of
+    if tells and recognised_kind is not None and recognised_kind.name not in (kind.name, kind.files_of):
+        raise UsageError(f"{directory} holds a draft model of the kind {recognised_kind.name} "
+                         f"({recognised_kind.title}): name it {directory.parent / recognised_kind.directory}")
 
 
 def _instead(raw: dict[str, Any]) -> str:

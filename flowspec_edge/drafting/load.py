@@ -10,15 +10,17 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from flowspec_edge.drafting.base import Drafter
+from flowspec_edge.drafting.checkpoint import HeadFiles, refuse_other_kind
 from flowspec_edge.drafting.format import Surroundings, format_of, require_vocabulary
 from flowspec_edge.drafting.recorded import record_passes, warm_up
 from flowspec_edge.drafting.tree_cache import CacheMemory
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.candidates import Candidates
-from flowspec_edge.model.draft_kinds import draft_kind_named
+from flowspec_edge.model.draft_kinds import draft_kind_named, recognise_kind
 from flowspec_edge.model.opened import OpenModel, missing_own_layer, opened
 from flowspec_edge.model.output_head import OutputHead, as_output_head
+from flowspec_edge.util.bounded_read import read_json_object
 from flowspec_edge.util.graphs import KernelChoice, Recorder
 from flowspec_edge.util.tensors import parse_dtype
 from flowspec_edge.util.weight_file import Embedding, as_embedding
@@ -67,6 +69,9 @@ def load_drafters(kind: str, directory: OpenModel | Path, lm_head: Tensor | Outp
     draft_path = model.draft(kind)
     if record.in_target and draft_path is None:
         raise UsageError(missing_own_layer(record, model))
+    if draft_path is not None and not record.in_target:
+        config = read_json_object(draft_path / "config.json")
+        refuse_other_kind(draft_path, record, recognise_kind(config, HeadFiles(draft_path).shapes))
     draft_path = draft_path or model.parts / record.directory
     if record.looks_up_target and embedding is None:
         raise FlowspecError(f"{draft_path} looks up embeddings, and {model.target} has none")

@@ -120,7 +120,13 @@ else:
 
 
 class _Drafts(Collection[str]):
-    """What a user may let any strategy draft with, heads first."""
+    """What a user may let any strategy draft with, heads first.
+
+    advice  how a head in a directory is given instead: the end of a sentence
+    """
+
+    advice = ("; a head's directory is given to flowspec models shard --draft DIR, or linked as "
+              f"MODEL/{EAGLE2.directory} or by the name of its kind")
 
     def __contains__(self, name: object) -> bool:
         return name == OWN or (name in DRAFT_KINDS and not DRAFT_KINDS[str(name)].bound)

@@ -36,6 +36,7 @@ from flowspec_edge.model.weights.located import (
     locate,
     stored_names,
     warn_of_unread,
+    warn_once,
 )
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.util.bounded_read import read_json_object
@@ -288,7 +289,7 @@ def resolve_model(name_or_path: str | Path | None = None, quantised: bool = Fals
     """Return a model by directory, or by name: a shipped one, or a fetched one of the catalogue.
 
     UsageError if it or a file of its target is missing, or if stages cannot run it; ``quantised`` accepts AWQ
-    and GPTQ.  Warns of files beside its weights that are not read.
+    and GPTQ.  Warns of files beside its weights, and of directories beside its target, that are not read.
     """
     name = str(name_or_path or DEMO)
     path = model_path(name)
@@ -298,13 +299,26 @@ def resolve_model(name_or_path: str | Path | None = None, quantised: bool = Fals
     refuse_part(path)
     refuse_two_targets(model)
     refuse_unless_runnable(model.target, quantised)
-    for names in (WEIGHTS, _TOKENIZER):
+    for names, advice in ((WEIGHTS, "copy the checkpoint's weights there"),
+                          (_TOKENIZER, "copy it, with tokenizer_config.json, from the model that this one was tuned "
+                                       "from")):
         if not any((model.target / file).is_file() for file in names):
-            raise UsageError(f"{model.target} is incomplete: {' or '.join(names)} is missing")
+            raise UsageError(f"{model.target} is incomplete: {' or '.join(names)} is missing: {advice}")
     locate(model.target)
     warn_of_unread(model.target)
+    _warn_of_unread_parts(model)
     check_config(model.config, model.target / "config.json", required=("num_hidden_layers", "hidden_size"))
     return model
+
+
+def _warn_of_unread_parts(model: OpenModel) -> None:
+    if model.sharded or model.target == model.path:
+        return
+    names = [kind.directory for kind in stored_kinds()]
+    for path in sorted(model.path.iterdir()):
+        if path.name not in ("target", *names) and not path.name.startswith(".") and (path / "config.json").is_file():
+            warn_once(f"{path} is not read: a draft model goes by its directory's name, which is one of "
+                      f"{', '.join(names)}; or give it to flowspec models shard as --draft {path}")
 
 
 def refuse_two_targets(model: OpenModel) -> None:

@@ -27,6 +27,7 @@ _QUANTISED_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq",
                      "hf_quant_config.json": "modelopt"}
 _PACKED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")  # ends of names
 _FC = re.compile(r"((module|_orig_mod|model|draft_model)\.)*(fusion_)?fc\.weight")  # what makes a head
+_WITHOUT_TOKENS = ("Classification", "QuestionAnswering")  # ends of classes' names
 _MOST_ENTRIES = 200  # of a directory, to look at
 
 
@@ -38,13 +39,34 @@ def refuse_unless_runnable(directory: Path, quantised: bool = False) -> None:
     """
     path = directory / "config.json"
     if not path.is_file():
-        raise UsageError(describe(directory) or f"{directory} is incomplete: config.json is missing")
+        raise UsageError(_without_target(directory) or describe(directory)
+                         or f"{directory} is incomplete: config.json is missing")
     config = read_json_object(path)
     problem = next(_other_kinds(directory, config), None)
     if problem is not None:
         raise UsageError(problem)
     require_family(config, path)
     refuse_quantised(config, path, quantised)
+
+
+def _without_target(directory: Path) -> str | None:
+    """Return what is wrong with flowspec's own layout, whose target is missing; None: it is not one."""
+    target = directory / "target"
+    if target.is_symlink():
+        return (f"{target} is a link to {target.readlink()}, which does not exist from there: link the model by its "
+                "full path")
+    inner = [directory / entry for entry in _entries(directory) if (directory / entry / "config.json").is_file()]
+    models = [path for path in inner if not _is_head(path)]
+    if len(inner) > len(models) == 1:
+        return f"{directory} has a draft head, but no target: rename {models[0]} to {target}"
+    return None
+
+
+def _is_head(directory: Path) -> bool:
+    try:
+        return head_kind(directory, read_json_object(directory / "config.json")) is not None
+    except FlowspecError:
+        return False
 
 
 def describe(directory: Path) -> str | None:
@@ -54,7 +76,11 @@ def describe(directory: Path) -> str | None:
 
 def require_family(config: Mapping[str, Any], path: Path | str) -> None:
     """Raise UsageError if stages cannot run models with this ``config``, of ``path``."""
-    family, inner = config.get("model_type"), config.get("text_config")
+    family, inner, names = config.get("model_type"), config.get("text_config"), config.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        if str(name).endswith(_WITHOUT_TOKENS):
+            raise UsageError(f"{path}: {name} classifies text and gives no tokens: take a checkpoint of a language "
+                             "model (…ForCausalLM)")
     if not isinstance(family, str):
         raise UsageError(f"{path} names no model_type: it is not the configuration of a model, or an old "
                          "one; take the checkpoint as it was published")

@@ -31,8 +31,9 @@ _ENDING = "the server is shutting down"
 
 
 class QueueFull(FlowspecError):
-    def __init__(self, waiting: int, retry_after: int) -> None:  # seconds
-        super().__init__(f"{waiting} requests are waiting already; try again in {retry_after} s")
+    def __init__(self, running: int, waiting: int, retry_after: int) -> None:  # seconds
+        super().__init__(f"the queue is full, with {running} running and {waiting} waiting; try again in "
+                         f"{retry_after} s")
         self.retry_after = retry_after
 
 
@@ -106,7 +107,7 @@ class Admission:
         self._fault: str | None = _STARTING
         self._closed = False
         self._token_at: float | None = None
-        self._usual_s = 1.0  # moving average of a request's duration
+        self._usual_s: float | None = None  # moving average of a request's duration; None: none has ended
 
     # ---- from any thread -----------------------------------------------------------------------
 
@@ -122,8 +123,7 @@ class Admission:
             if self._fault is not None:
                 raise ClusterUnavailable(self._fault)
             if not self._queue.admits(caller, self.places):
-                wait = self.places * self._usual_s / self._at_once
-                raise QueueFull(self._queue.sizes[1], max(1, min(60, round(wait))))
+                raise self._full()
             pending = PendingRequest(replace(request, caller=caller), deliver)
             pending.on_tokens = partial(self._arrived, pending)
             pending.add_done_callback(lambda _: self._ended(pending))
@@ -131,6 +131,15 @@ class Admission:
             self._cluster.enqueue(pending)
             pending.position = self._queue.ahead(pending) or 0
         return pending
+
+    def _full(self) -> QueueFull:
+        """Return a refusal; places are counted as they will be taken, since the core may not have begun yet."""
+        requests, now = self._queue.requests, self._queue.clock()
+        running = min(len(requests), self._at_once)
+        ages = [now - handle.placed_at for handle in requests if handle.placed_at is not None]
+        duration = max(1.0 if self._usual_s is None else self._usual_s, *ages, 0.0)  # one that runs shows how long
+        wait = self.places * duration / self._at_once
+        return QueueFull(running, len(requests) - running, max(1, min(60, round(wait))))
 
     @property
     def places(self) -> int:
@@ -266,7 +275,8 @@ class Admission:
                 event = ClusterUnavailable(_ENDING)
         with self._lock:
             if pending.placed_at is not None:
-                self._usual_s += (self._queue.clock() - pending.placed_at - self._usual_s) / 4
+                duration = self._queue.clock() - pending.placed_at
+                self._usual_s = duration if self._usual_s is None else self._usual_s + (duration - self._usual_s) / 4
             self._deliver(pending, event)
 
     def _check(self, cluster: SharedCluster) -> None:

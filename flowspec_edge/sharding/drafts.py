@@ -79,13 +79,14 @@ class DraftFiles:
 def drafts_of(model: OpenModel, paths: Sequence[Path]) -> list[DraftFiles]:
     """Return ``model``'s own draft models; those at ``paths`` replace any of the same kind.
 
-    UsageError for a directory without a draft model, and for two of one kind.
+    UsageError for a directory without a draft model or with one of another kind, and for two of one kind.
     """
     drafts: dict[DraftKind, DraftFiles] = {}
     for kind in stored_kinds():
         if not kind.in_target and (path := model.draft(kind.name)) is not None:
             draft = open_draft(path)
-            drafts[kind] = replace(draft, kind=kind) if kind.files_of == draft.kind.name else draft
+            weights.refuse_other_kind(path, kind, draft.kind)
+            drafts[kind] = replace(draft, kind=kind)
     new: dict[DraftKind, DraftFiles] = {}
     for path in paths:
         draft = open_draft(path)

@@ -84,7 +84,8 @@ class Parameter:
         if self.is_switch and not (isinstance(value, bool) or (value is None and self.kind is not bool)):
             raise UsageError(f"{name} must be one of {self.range}, not {value!r}")
         if choices is not None and not self.is_switch and value not in choices:
-            raise UsageError(f"{name} must be {' or '.join(choices)}, not {value!r}")
+            own = DRAFTS.advice if self.words is DRAFTS else ""
+            raise UsageError(f"{name} must be {' or '.join(choices)}, not {value!r}{own}")
         if self.kind not in (int, float):
             return
         allowed = (int, float) if self.kind is float else int

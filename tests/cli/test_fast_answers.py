@@ -49,6 +49,8 @@ ERRORS = [  # and a part of the line
     (["models", "head", "demoo"], "did you mean demo"),
     (["models", "fetch", "qwen3-32"], "did you mean qwen3-32b"),
     (["deploy", "init", "orin-0", "orin-1", "--model", "qwen3-32"], "did you mean qwen3-32b"),
+    (["models", "train-head", "--model", "demo", "--kind", "eagle2", "--data", "nowhere.txt"],
+     "no training text at nowhere.txt"),
     (["models", "loss", "nowhere", "--against", "demoo"], "did you mean demo"),
     (["doctor", "--gpu", "--report", "/nowhere/report.json"], "/nowhere"),
     *((command, "flowspec deploy init HOST HOST… --out nowhere.toml") for command in (

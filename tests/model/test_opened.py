@@ -43,10 +43,12 @@ def test_stop_ids_prefer_the_generation_config(target: Path, generation: object,
     assert resolve_model(target.parent).stop_ids == expected
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_missing_file_is_named(target: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "advice"), [
+    ("config.json", ""), ("model.safetensors", ": copy the checkpoint's weights there"),
+    ("tokenizer.json", ": copy it, with tokenizer_config.json, from the model that this one was tuned from")])
+def test_a_missing_file_is_named(target: Path, name: str, advice: str) -> None:
     (target / name).unlink()
-    with pytest.raises(UsageError, match=rf"target is incomplete: .*{name}.* is missing"):
+    with pytest.raises(UsageError, match=rf"target is incomplete: .*{name}.* is missing{advice}$"):
         resolve_model(target.parent)
 
 

@@ -50,6 +50,8 @@ CONFIGS = {  # config.json alone -> what is said of it
     "llava": ({"model_type": "llava", "vision_config": {}}, "a language model with parts that see or hear"),
     "no type": ({"hidden_size": 64}, "names no model_type"),
     "TensorRT-LLM": ({"pretrained_config": {}}, "an engine or checkpoint of TensorRT-LLM"),
+    "classifier": ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+                   "LlamaForSequenceClassification classifies text and gives no tokens: take"),
     "MLX": ({"model_type": "llama", "quantization": {"bits": 4, "group_size": 64}}, "quantised for MLX"),
     "Medusa": ({"architectures": ["MedusaModel"]}, r"is a draft head \(Medusa\), of a format that cannot be"),
     "DFlash": ({"model_type": "qwen3", "dflash_config": {"mask_token_id": 1}},
@@ -128,6 +130,28 @@ def test_heads_and_parts_are_no_models(tmp_path: Path) -> None:
     shutil.rmtree(whole / "target")
     (whole / "manifest.json").write_text("{}")
     refused(whole, r"a sharded model \(manifest\.json\) and a checkpoint \(config\.json\): move one")
+
+
+def test_flowspecs_own_layout_without_its_target(tmp_path: Path, model: Path) -> None:
+    whole = tiny_model_dir(tmp_path / "whole", layers=2, hidden=32)
+    shutil.rmtree(whole / "draft-lm")
+    (whole / "target").rename(whole / "my-14b")
+    shutil.rmtree(whole / "spd")
+    refused(whole, r"has a draft head, but no target: rename .*/whole/my-14b to .*/whole/target$")
+    (whole / "target").symlink_to("my-ckpt")
+    refused(whole, r"whole/target is a link to my-ckpt, which does not exist from there: link the model by its full")
+
+
+def test_a_directory_beside_the_target_that_no_kind_has_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture
+                                                                 ) -> None:
+    whole = tiny_model_dir(tmp_path / "whole", layers=2, hidden=32)
+    resolve_model(whole)
+    assert not caplog.messages
+    (whole / "eagle2").rename(whole / "my-head")
+    resolve_model(whole)
+    [said] = caplog.messages
+    assert said.startswith(f"{whole / 'my-head'} is not read: a draft model goes by its directory's name, which is "
+                           "one of eagle2, ")
 
 
 def test_a_file_is_no_directory(model: Path) -> None:

@@ -32,6 +32,26 @@ def test_the_unmodified_client_comes_back_when_told(held: Held, model: Path) -> 
         assert second.result(PATIENCE).choices[0].text
 
 
+def test_a_refusal_counts_places_and_foretells_by_what_runs(held: Held, model: Path,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two that came together one has not begun yet, but does not wait for another's place."""
+    clock = held.queue.clock
+    with running(served(model), held, capacity=1, at_once=2) as server, ThreadPoolExecutor(3) as pool:
+        held.may_go.clear()
+        asked = [pool.submit(ask, server, "first")]
+        until(lambda: (len(held.started), held.pieces) == (2, 1))  # now the thread that gives places is held
+        asked += [pool.submit(ask, server, prompt) for prompt in ("second", "third")]
+        until(lambda: held.queue.sizes == (1, 2))
+        monkeypatch.setattr(held.queue, "clock", lambda: clock() + 20)
+        with pytest.raises(openai.RateLimitError, match="with 2 running and 1 waiting; try again") as refused:
+            ask(server, "one too many")
+        assert 30 <= int(refused.value.response.headers["retry-after"]) <= 60  # three of 20 s or more, two at a time
+        monkeypatch.undo()
+        held.may_go.set()
+        for answer in asked:
+            answer.result(PATIENCE)
+
+
 def test_a_higher_priority_starts_first(held: Held, model: Path) -> None:
     """As with vLLM a lower number is a higher priority."""
     with running(served(model), held) as server, ThreadPoolExecutor(8) as pool:

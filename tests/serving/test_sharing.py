@@ -47,7 +47,7 @@ def test_one_more_than_there_is_room_for_waits_with_its_position(processes: Proc
         third = pool.submit(server.client.completions.with_raw_response.create, model=NAME, prompt="third",
                             max_tokens=6)
         until(lambda: server.http.get("/ready").json()["waiting"] == 1)
-        with pytest.raises(openai.RateLimitError, match="1 requests are waiting already") as refused:
+        with pytest.raises(openai.RateLimitError, match="the queue is full, with 2 running and 1 waiting") as refused:
             ask(server, "fourth")
         assert refused.value.code == "rate_limit_exceeded"
         assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60

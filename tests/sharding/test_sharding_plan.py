@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kits.draft_heads import VARIANTS, published_eagle3
 from kits.sharded_models import as_bin, edit
-from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
+from kits.tiny_model_dir import tiny_eagle3, tiny_head, tiny_model_dir
 from kits.tiny_models import tiny_llama, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from flowspec_edge.boards.planning.model_size import model_bytes
 from flowspec_edge.drafting.format import TargetFacts
+from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.sharding.drafts import check_fit, open_draft
 from flowspec_edge.sharding.plan import CopiedFile, TensorsFile, make_plan, ranges_for, recipe_for
@@ -108,6 +110,30 @@ def test_kinds_of_drafts_are_recognised(full: Path, plain: Path, tmp_path: Path)
         open_draft(bare)
     with pytest.raises(UsageError, match=r"has no config\.json; give one of the directories in it"):
         open_draft(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "other"), [("eagle2", "eagle3"), ("eagle3", "eagle2"), ("eagle3", "draft-lm")])
+def test_a_head_by_another_kinds_name_is_refused_everywhere(full: Path, tmp_path: Path, name: str, other: str) -> None:
+    model = tmp_path / "mine"
+    model.mkdir()
+    (model / "target").symlink_to(full / "target")
+    (model / other).symlink_to(full / name)
+    kind = {"draft-lm": "lm"}.get(other, other)
+    lm_head = load_file(full / "target" / "model.safetensors")["lm_head.weight"]
+    for use in (lambda: open_source(str(model)), lambda: model_bytes(str(model), "fp16"),
+                lambda: load_drafters(kind, model, lm_head, lm_head, "fp32", 4)):
+        with pytest.raises(UsageError, match=rf"mine/{other} holds .* of the kind {name} .*: name it .*mine/{name}$"):
+            use()
+
+
+def test_a_head_of_another_model_is_refused_by_all_that_count_on_it(full: Path, tmp_path: Path) -> None:
+    model = tmp_path / "mine"
+    model.mkdir()
+    (model / "target").symlink_to(full / "target")
+    tiny_head(model / "eagle2", 300, hidden=32)
+    for use in (lambda: open_source(str(model)), lambda: model_bytes(str(model), "fp16")):
+        with pytest.raises(FlowspecError, match="the head's width is 32, the target's 64"):
+            use()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

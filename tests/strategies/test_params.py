@@ -17,7 +17,8 @@ from flowspec_edge.strategies.params import Params
     ({"rank": "score"}, "rank must be draft or noise, not 'score'"),
     ({"draft": "medusa"},
      "draft must be own or eagle2 or eagle2-deep or eagle3 or dflash or dspark or mtp or lm or ngram, "
-     "not 'medusa'"),
+     "not 'medusa'; a head's directory is given to flowspec models shard --draft DIR, or linked as MODEL/eagle2 or by "
+     "the name of its kind"),
     ({"pipeinfer_canonical": "none"}, "pipeinfer_canonical must be all or needed, not 'none'"),
     ({"stpp_branching": "2,x"}, "stpp_branching must be positive numbers separated by commas, not '2,x'"),
     ({"stpp_branching": "100,100"}, "a segment of 10101 rows is more than 8192: lower the tree, width, gamma "

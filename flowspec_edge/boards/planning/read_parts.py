@@ -29,7 +29,7 @@ from flowspec_edge.boards.planning.model_parts import (
     PartShape,
 )
 from flowspec_edge.boards.planning.planned_draft import PlannedDraft, StoredDraft, planned_for
-from flowspec_edge.drafting.format import head_format_of
+from flowspec_edge.drafting.format import TargetFacts, head_format_of
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import download_config, find_known_model, is_repository_name, known_models
 from flowspec_edge.model.config import parse_config
@@ -40,7 +40,7 @@ from flowspec_edge.model.manifest import CacheBits, HeadBits
 from flowspec_edge.model.opened import OpenModel, model_path, refuse_two_targets, resolve_model
 from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.model.weights.located import locate
-from flowspec_edge.sharding.drafts import open_draft
+from flowspec_edge.sharding.drafts import check_fit, drafts_of, open_draft
 from flowspec_edge.sharding.plan import IN_16_BITS
 from flowspec_edge.stage.families.decoder import Decoder, skeleton
 from flowspec_edge.stage.families.feed_forward import Mixture
@@ -66,6 +66,11 @@ def read_model(name_or_path: str, packed: bool, draft: PlannedDraftName, using: 
     name, target, local_drafts, config = location.name, location.target, location.drafts, location.decoder
     if importer(location.fields) is not None:
         raise UsageError(f"{name} is a quantised checkpoint: give the 16 bit one, and --dtype int4")
+    if location.model:
+        facts = TargetFacts(location.model.target, config.hidden_size, config.vocab_size, config.num_hidden_layers)
+        for stored in drafts_of(location.model, ()):
+            if using is None or stored.kind != using.kind:  # as when it is sharded
+                check_fit(stored, facts)
     core = _decoder(config)
     from_weights = target is not None and locate(target) is not None
     if target and from_weights:
@@ -95,7 +100,7 @@ def target_config(name_or_path: str) -> Any:
 class _Located:
     """A model that was found by its name or directory.
 
-    target   its directory, or None
+    model    None if it is not on this machine; ``target``: its directory
     drafts   its draft models here, by kind
     fields   of config.json
     decoder  what they mean
@@ -103,11 +108,15 @@ class _Located:
     """
 
     name: str
-    target: Path | None
+    model: OpenModel | None
     drafts: Mapping[str, Path]
     fields: Mapping[str, Any]
     decoder: DecoderConfig
     parsed: Callable[[], Any]
+
+    @property
+    def target(self) -> Path | None:
+        return self.model.target if self.model else None
 
 
 def _locate(name_or_path: str) -> _Located:
@@ -130,7 +139,7 @@ def _locate(name_or_path: str) -> _Located:
                          f"see the sizes of its parts with: flowspec models inspect {model.path}")
     local_drafts = {kind.name: path for kind in (*head_kinds(), *OWN_LAYERS) if (path := model.draft(kind.name))}
     decoder = model.decoder  # first: it says what else a directory without a configuration is
-    return _Located(model.name, model.target, local_drafts, model.config, decoder, lambda: model.parsed_config)
+    return _Located(model.name, model, local_drafts, model.config, decoder, lambda: model.parsed_config)
 
 
 @lru_cache(maxsize=1)  # a plan asks for one model over and over; with 512 experts a layer it takes seconds

@@ -21,10 +21,15 @@ def next_commands(report: PlanReport, model: str, devices: Sequence[str]) -> lis
     plan = report.recommended
     assert plan
     commands, source = _at_hand(report, model)
+    head, planned = "", report.size.planned
+    if planned.origin == "untrained":
+        head, quoted = f"{_short(source)}-{planned.kind.name}", shlex.quote(source)
+        commands.append(f"flowspec models train-head --model {quoted} --kind {planned.kind.name} --data chats.jsonl "
+                        f"--out {shlex.quote(head)}   (see: flowspec models head {quoted})")
     if len(plan.boards) == 1:
-        return [*commands, *_alone(report, source)]
+        return [*commands, *_alone(report, source, head)]
     strategy = plan.best.strategy if plan.best else DEFAULT_STRATEGY
-    settings = {"model": source, "dtype": report.size.dtype, "draft": report.size.planned.setting(),
+    settings = {"model": source, "dtype": report.size.dtype, "draft": head or report.size.planned.setting(),
                 "kv_cache": report.size.kv_cache, "context": report.context,
                 "at_once": report.at_once, "strategy": strategy}
     if report.size.head_bits != default_head_bits(report.size.dtype):
@@ -67,23 +72,31 @@ def _at_hand(report: PlanReport, model: str) -> tuple[list[str], str]:
     if is_repository_name(model) and not Path(model).exists():
         directory = Path(model).name
         return [f"hf download {model} --local-dir {directory}"], directory
+    path = Path(model)
+    if path.name == "config.json" and path.is_file() and not is_here(model):  # plan alone reads the file by itself
+        model = str(path.parent)
     if not report.size.from_weights:
         return ["(put the checkpoint's weights beside its config.json)"], model
     return [], entry[0] if entry else model
 
 
-def _alone(report: PlanReport, source: str) -> list[str]:
-    """Return the commands that run the model on one board, given there."""
+def _short(source: str) -> str:
+    return Path(source).name
+
+
+def _alone(report: PlanReport, source: str, head: str) -> list[str]:
+    """Return the commands that run the model on one board, given there; ``head``: the directory of its own, or ""."""
     size, plan = report.size, report.recommended
     assert plan
     draft = f" --draft {setting}" if (setting := size.planned.setting()) else ""
     best = plan.best.strategy if plan.best else DEFAULT_STRATEGY
     options = draft + (f" --strategy {best}" if best != DEFAULT_STRATEGY else "")
-    if size.dtype != "int4":
+    if size.dtype != "int4" and not head:
         return [f"flowspec serve --model {shlex.quote(source)} --stages 1 --dtype {size.dtype}{options}   "
                 f"(on {plan.boards[0]})"]
-    out = f"{Path(source).name}-int4"
+    out = f"{_short(source)}-{size.dtype}"
+    taken = f" --draft {shlex.quote(head)}" if head else ""
     cache = " --kv-cache int8" if size.kv_cache == "int8" else ""
-    return [f"flowspec models shard --model {shlex.quote(source)} --stages 1 --dtype int4{cache} "
+    return [f"flowspec models shard --model {shlex.quote(source)}{taken} --stages 1 --dtype {size.dtype}{cache} "
             f"--out {shlex.quote(out)}",
             f"flowspec serve --model {shlex.quote(out)}{options}   (on {plan.boards[0]})"]

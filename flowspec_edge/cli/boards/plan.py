@@ -78,7 +78,7 @@ def plan(
     The first lines say what to run, on which of the boards, how fast that is predicted to be, and the next
     command; the tables below say why.
 
-    Speeds are given three times: with the acceptance of the demonstration model's head, on program text; with that
+    Three speeds are given: with the acceptance of the demonstration model's head, on program text; with that
     head made as fallible as the FlowSpec paper's (bench run --acceptance paper); and the range over six kinds of
     chats with SmolLM2-135M-Instruct and its head, which is right less often than published ones.  --recording
     takes another model's texts in place of all three.

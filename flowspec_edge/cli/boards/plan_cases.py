@@ -119,7 +119,7 @@ class Case:
         estimate = first_token.in_virtual_time(devices, tokens)
         if context <= self.problem.context:
             return estimate
-        return replace(estimate, why=f"needs --context {context} or more")
+        return replace(estimate, why=f"with --context {context} or more, for prompt and answer")
 
     def _missing(self, plan: PipelinePlan | None, problem: SplitProblem) -> str:
         """Say what memory a board lacks for the caches of ``problem`` beside its layers; "" for none."""
@@ -191,7 +191,7 @@ def _case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context
     size = size_in(dtype)
     if context > size.max_positions:
         raise UsageError(f"--context {context} is more than the {size.max_positions} tokens that "
-                         f"{size.name} was made for")
+                         f"{size.name} was made for: give --context {size.max_positions} or less")
     scaled = [member.for_model(size) for member in members]
     boards = [board for board, _ in scaled]
     problem = problem_for(size, context, at_once, len(scaled))

@@ -132,7 +132,8 @@ def inspect(
 
       flowspec models inspect llama-13b --context 2048
     """
-    manifest = OpenModel(directory).require_manifest()
+    model = OpenModel(directory)
+    manifest = model.require_manifest()
     rows = _figures(manifest, context)
     if as_json:
         print(json.dumps({"source": manifest.source.model_dump(), "dtype": manifest.dtype,
@@ -143,6 +144,9 @@ def inspect(
                           "layers": manifest.layers, "context": context, "parts": rows}, indent=2))
         return
     _print_table(manifest, rows, context)
+    if (model.home / "config.json").is_file() and context > (limit := model.max_positions):
+        print(plain(f"a text of {manifest.source.name} has at most {limit} tokens: caches of {context} rows are for "
+                    f"several requests at once, else give --context {limit}"))
 
 
 def verify(directory: _Directory, as_json: _Json = False) -> None:

@@ -70,7 +70,8 @@ def train_head(
     start: Annotated[Path | None, typer.Option(
         "--start", help="Continue from this EAGLE-2 head: unrolled from the first step, and the learning "
         "rate falls after a fifth of the run.  Default: an untrained head.", metavar="DIR")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A few steps of few tokens, to try it.")] = False,
+    quick: Annotated[bool, typer.Option(
+        "--quick", help="60 steps of 256 tokens, to try it; --steps may give fewer.")] = False,
 ) -> None:
     """Train an EAGLE head or a block drafter for a model; the model's weights do not change.
 
@@ -89,7 +90,10 @@ def train_head(
       flowspec models train-head --model ./Llama-3 --kind eagle3 --data chats.jsonl --out head
       flowspec models train-head --model my-demo --kind eagle2 --start my-demo/eagle2 --depth 8 --out deep
     """
+    from flowspec_edge.lab.training.data_files import data_files
+
     open_model = resolve_model(model)  # a wrong name is found before torch is imported
+    data_files(data or ())  # and so is a missing file
     from flowspec_edge.lab.training.train_head import HeadOptions, train_head_part
 
     options = HeadOptions(tuple(data or ()), steps, draft_vocab, quick, depth, start)

@@ -106,8 +106,6 @@ def head3_config(files: checkpoint.HeadFiles) -> Eagle3Config:
     directory = files.directory
     path = directory / "config.json"
     raw, shapes = checkpoint.read_config(directory, _TITLE), files.shapes
-    if not any(name.endswith("hidden_norm.weight") for name in shapes):
-        checkpoint.refuse_language_model(directory, shapes, _TITLE)
     inner = raw.get("transformer_layer_config")
     if isinstance(inner, dict):
         fields = _speculators_fields(inner, raw, path)

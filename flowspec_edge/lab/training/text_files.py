@@ -27,7 +27,6 @@ from flowspec_edge.util.files import make_directory, write_atomically
 from flowspec_edge.util.resources import in_package
 
 HELD_OUT_ONE_IN = 50  # tokens
-_SUFFIXES = (".txt", ".py", ".md", ".jsonl")  # files read from a directory
 _MOST_BYTES = 1 << 30  # of a file: its text and tokens are held in memory
 _TEMPLATES = TemplateRenderer()
 _KEYS = 'none of the keys "text", "prompt" and "messages"'
@@ -52,24 +51,6 @@ class TrainingText:
     train: Tensor
     held_out: Tensor
     described: list[str]
-
-
-def data_files(paths: Sequence[Path]) -> list[Path]:
-    """Files, and those in directories, without hidden ones; UsageError for a path without usable files."""
-    files: list[Path] = []
-    for path in paths:
-        if not path.exists():
-            raise UsageError(f"no training text at {path}: give files or directories that are there")
-        if path.is_dir():
-            matches = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file()
-                             and not any(part.startswith(".") for part in file.relative_to(path).parts))
-            if not matches:
-                raise UsageError(f"{path} has no {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]} file in it; "
-                                 "give another directory")
-            files += matches
-        else:
-            files.append(path)
-    return files
 
 
 def digest(files: Sequence[Path]) -> str:
@@ -258,7 +239,8 @@ def claim(console: Console, out: Path, work: Path | None) -> Path | None:
     :func:`claim_work`.
     """
     if is_finished(out):
-        console.print(f"{out} is there already; delete it to have it made again", markup=False)
+        console.print(f"{out} is there already; delete it to have it made again, or give another directory as --out",
+                      markup=False)
         return None
     claim_part(out)
     work = work or work_beside(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.lab.training.block import rarest_token
+from flowspec_edge.lab.training.data_files import data_files
 from flowspec_edge.lab.training.eagle import draft_vocabulary
 from flowspec_edge.lab.training.heads import DEPTHS, LENGTH, HeadRecipe, HeadTrainer, agreement, train_head, trainer_of
 from flowspec_edge.lab.training.loop import QUICK, LoopOptions
@@ -29,7 +31,6 @@ from flowspec_edge.lab.training.text_files import (
     TrainingText,
     bind,
     claim,
-    data_files,
     digest,
     make_part,
     prepare_files,
@@ -108,6 +109,21 @@ def train_head_part(model: OpenModel, kind: str, options: HeadOptions, date: str
         _print(console, facts)
 
     make_part(console, out, part)
+    for line in _next(model, kind, out):
+        console.print(line, markup=False)
+
+
+def _next(model: OpenModel, kind: str, out: Path) -> list[str]:
+    """Return how to draft with the finished head."""
+    home, name = model.path / DRAFT_KINDS[kind].directory, shlex.quote(str(model.display_path))
+    if out.resolve() == home.resolve():
+        return [f'Next: flowspec generate --model {name} "…"']
+    shards = shlex.quote(f"{model.name}-shards")
+    lines = [f"Next: flowspec models shard --model {name} --draft {shlex.quote(str(out))} --stages 4 --out {shards}"]
+    if model.target != model.path:  # flowspec's own layout, which has a place for a head
+        lines.append(f"or, to draft with it in {name}: ln -sfn {shlex.quote(str(out.resolve()))} "
+                     f"{shlex.quote(str(home))}")
+    return lines
 
 
 def _head_directory(model: OpenModel, kind: str) -> Path:
@@ -197,7 +213,7 @@ def _facts(directory: Path, kind: str, target: Any, recipe: HeadRecipe, text: Tr
     head = student.head
     head_kind = "a block drafter" if DRAFT_KINDS[kind].is_block else "an EAGLE head"
     facts: dict[str, Any] = {
-        "summary": f"{head_kind} for one target; a demonstration, trained by flowspec; not for real use",
+        "summary": f"{head_kind} for one target, trained by flowspec",
         "kind": kind,
         "date": date,
         "parameters": sum(p.numel() for name, p in head.named_parameters() if "embed_tokens" not in name),
@@ -218,7 +234,7 @@ def _facts(directory: Path, kind: str, target: Any, recipe: HeadRecipe, text: Tr
 
 
 def _print(console: Console, facts: dict[str, Any]) -> None:
-    console.print("how often the head's best token is the target's, by depth")
+    console.print("how often the head's best token is the target's, by depth (answers are the target's own text)")
     console.print(f"  {'depth':30}" + "".join(f"{depth:>7}" for depth in range(1, DEPTHS + 1)))
     for key, description in (("greedy", "along the target's own text"), ("text", "along the held-out text")):
         console.print(f"  {description:30}" + "".join(f"{share:7.3f}" for share in facts[f"agreement_{key}"]))

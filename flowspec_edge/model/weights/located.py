@@ -98,10 +98,10 @@ def warn_of_unread(directory: Path) -> None:
     if index.is_file() and {path.name for path in _files_of(index)} != {location.source.name}:
         others.insert(0, index.name)
     if others:
-        _warn(f"{directory}: the weights are those of {location.source.name}; not read: {_listed(others)}; "
+        warn_once(f"{directory}: the weights are those of {location.source.name}; not read: {_listed(others)}; "
               "delete what is out of date")
     if (directory / ADAPTER).is_file():
-        _warn(f"{directory}: the weights are those of {location.source.name}; the adapter beside them "
+        warn_once(f"{directory}: the weights are those of {location.source.name}; the adapter beside them "
               f"({ADAPTER}) is not applied: merge it into the model first")
 
 
@@ -123,7 +123,7 @@ def _listed(names: list[str]) -> str:
 
 
 @cache
-def _warn(message: str) -> None:
+def warn_once(message: str) -> None:
     log.warning("%s", message)
 
 

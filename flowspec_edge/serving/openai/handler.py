@@ -271,8 +271,8 @@ class ResponseHandler:
             requests = self._prepared.choices()
             if len(requests) > (limit := self._admission.places):
                 param = "n" if len(self._prepared.prompts) == 1 else "prompt"
-                raise ApiError(400, f"{param}: at most {limit} answers at once here, not {len(requests)}",
-                               param)
+                raise ApiError(400, f"{param}: at most {limit} answers at once here, not {len(requests)}: as many as "
+                                    "the server's --at-once and --queue together", param)
             for index, request in enumerate(requests):
                 pending = self._admission.submit(request, self._caller, partial(deliver, index))
                 self.choices.append(Choice(index, request, self._prepared, pending))

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kits.command_options import refusal
 from kits.family_checkpoints import family_model
 from kits.mtp_layers import with_mtp
 from kits.planned_boards import D0_MB, profile
@@ -327,6 +328,22 @@ def test_the_next_commands_make_the_file_what_is_planned(home: Path, tmp_path: P
         "qwen3-8b", found["dtype"], 500, 1, "ngram")
 
 
+def test_the_next_commands_of_a_config_are_of_its_directory(home: Path, tmp_path: Path,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    """What shards a model takes its directory, though ``plan`` takes config.json; an untrained head is trained."""
+    checkpoint = Path(shutil.copytree(home / "model" / "target", tmp_path / "my-ckpt"))
+    given = ("--model", str(checkpoint / "config.json"), "--devices", f"{home}/nano.toml", "--no-predict",
+             "--context", "64", "--dtype", "int4")
+    found = planned(capsys, *given, "--draft", "ngram")["recommended"]["next"]
+    assert found[0] == f"flowspec models shard --model {checkpoint} --stages 1 --dtype int4 --out my-ckpt-int4"
+    assert found[1].startswith("flowspec serve --model my-ckpt-int4 --draft ngram ")
+    train, shard, _ = planned(capsys, *given, "--draft", "head")["recommended"]["next"]
+    assert train.startswith(f"flowspec models train-head --model {checkpoint} --kind eagle2 --data chats.jsonl --out "
+                            "my-ckpt-eagle2 ")
+    assert " --draft my-ckpt-eagle2 " in shard
+    assert not any(refusal(shlex.split(command.partition("   (")[0])[1:]) for command in (train, shard))
+
+
 def test_figures_have_no_more_digits_than_they_are_worth() -> None:
     rates = (0.346, 73.56, 999.96, 40898.94)
     assert [rate_text(rate) for rate in rates] == ["0.35", "73.6", "1,000", "40,899"]
@@ -446,7 +463,7 @@ def test_prompts_by_length(home: Path, capsys: pytest.CaptureFixture[str]) -> No
     short, long, longest = planned(capsys, *given)["first_tokens"]
     assert [found["prompt_tokens"] for found in (short, long, longest)] == [512, 4096, 32_768]
     assert short["why"] == ""
-    assert long["why"] == "needs --context 4097 or more"
+    assert long["why"] == "with --context 4097 or more, for prompt and answer"
     assert longest["seconds"] is None
     assert "lacks" in longest["why"]
     wider = planned(capsys, *given, "--context", "5000")["first_tokens"]

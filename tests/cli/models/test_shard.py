@@ -64,7 +64,8 @@ def test_inspect_says_what_stages_take(sharded: Path, capsys: pytest.CaptureFixt
     assert parts["stage-2"]["parameters"] == 3 * layer + 64
     assert main(["models", "inspect", str(sharded)]) == 0
     table = " ".join(capsys.readouterr().out.split())
-    for piece in ("int4 in groups of 64", "computing in bf16", "stage-2", "1–3", "caches of 4096 rows"):
+    for piece in ("int4 in groups of 64", "computing in bf16", "stage-2", "1–3", "caches of 4096 rows",
+                  "has at most 2048 tokens: caches of 4096 rows are for several requests at once"):
         assert piece in table
 
 

@@ -258,7 +258,7 @@ def test_a_narrower_head_cannot_rank_by_the_targets_lm_head(tmp_path):
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
 def test_a_model_in_the_place_of_a_head_is_named(tmp_path, kind):
     tiny_llama(tmp_path / kind, layers=2, hidden=H, vocab=V)
-    with pytest.raises(UsageError, match=r"is a language model, not an EAGLE(-3)? head: to draft"):
+    with pytest.raises(UsageError, match=r"of the kind lm \(small language model\): name it .*/draft-lm$"):
         load_drafters(kind, tmp_path, LM_HEAD, EMBEDDING, "fp32", LAYERS)
     assert open_draft(tmp_path / kind).kind.name == "lm"
 

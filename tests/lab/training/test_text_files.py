@@ -8,7 +8,8 @@ import torch
 from kits.tiny_models import tiny_tokenizer
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.lab.training.text_files import data_files, digest, documents, prepare_files, split
+from flowspec_edge.lab.training.data_files import data_files
+from flowspec_edge.lab.training.text_files import digest, documents, prepare_files, split
 
 TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
             "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}")

@@ -2,11 +2,13 @@
 
 import json
 import re
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from kits.command_options import refusal
 from kits.error_lines import error_line
 from kits.tiny_model_dir import tiny_model_dir
 from kits.tiny_models import tiny_llama, tiny_model, tiny_tokenizer
@@ -80,7 +82,7 @@ def test_a_head_for_every_family_drafts_losslessly(family, tmp_path, data):
         drafted = 200 if kind == "eagle3" else None
         train_head_part(model, kind, options(data, draft_vocab=drafted), DATE)
         facts = card(model.path / kind)
-        assert "a demonstration" in facts["summary"]
+        assert facts["summary"].endswith(" for one target, trained by flowspec\"")
         assert facts["date"] == f'"{DATE}"'
         assert facts["steps"] == "2"
         assert facts["agreement_greedy"].count(",") == 5
@@ -289,6 +291,9 @@ def test_the_command_trains_for_a_plain_checkpoint_with_out(model, tmp_path, dat
     text = capsys.readouterr().out
     assert "how often the head's best token is the target's, by depth" in text
     assert card(out)["kind"] == '"eagle2"'
+    [following] = [line for line in text.splitlines() if line.startswith("Next: flowspec ")]
+    assert not refusal(shlex.split(following)[2:])
+    assert f" --draft {out} " in following
     shards = tmp_path / "shards"
     assert main(["models", "shard", "--model", str(model / "target"), "--draft", str(out), "--stages", "2",
                  "--out", str(shards)]) == 0
@@ -296,7 +301,8 @@ def test_the_command_trains_for_a_plain_checkpoint_with_out(model, tmp_path, dat
         out / "model.safetensors").read_bytes()
     capsys.readouterr()
     assert main(command) == 0
-    assert "is there already" in capsys.readouterr().out
+    assert "is there already; delete it to have it made again, or give another directory as --out" in " ".join(
+        capsys.readouterr().out.split())
     further = [*command[:-1], str(tmp_path / "further"), "--work", str(tmp_path / "further-work")]
     assert main([*further, "--start", str(out), "--depth", "3"]) == 0
     facts = card(tmp_path / "further")

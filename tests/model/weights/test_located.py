@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(model: Path, tmp_path: Path) -> Path:
-    located._warn.cache_clear()
+    located.warn_once.cache_clear()
     return Path(shutil.copytree(model, tmp_path / "model"))
 
 

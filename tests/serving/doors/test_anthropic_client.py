@@ -270,7 +270,7 @@ def test_keys_and_the_queue(held: Held, model: Path) -> None:
                 held.may_go.clear()
                 stream = ask(client, stream=True)
                 try:
-                    with pytest.raises(anthropic.RateLimitError, match="requests are waiting"):
+                    with pytest.raises(anthropic.RateLimitError, match="the queue is full"):
                         ask(client)
                 finally:
                     held.may_go.set()
