@@ -89,7 +89,8 @@ def test_a_board_that_stops_in_a_command(boards: ssh_boards.Boards, tmp_path: Pa
 
 def test_stages_on_a_board_that_hangs_say_so(boards: ssh_boards.Boards, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "_LOGIN_S", -9.0)
-    stages = SshBoards(boards.inventory, "/model")
+    with boards.bed.entered(0):  # as on the draft device
+        stages = SshBoards(boards.inventory, "/model")
     with boards.shell(1, "exec sleep 1000"):
         try:
             watch = stages.connect().watch

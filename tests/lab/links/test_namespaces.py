@@ -187,7 +187,7 @@ def test_numbers_of_stages_out_of_range(stages: int) -> None:
 
 @network_beds.needs_netns
 def test_wrong_places_and_rates(bed: NetnsTestbed) -> None:
-    with pytest.raises(UsageError, match="places 0 to 1, not 2"):
+    with pytest.raises(UsageError, match="no device 2: its devices are 0 to 1"):
         bed.address(2)
     with pytest.raises(UsageError, match="0 Mbps"):
         bed.shape(0)
