@@ -75,7 +75,7 @@ test-nightly: $(READY)
 STRICT := $(BIN)/python tests/strictdevice $(PARALLEL) 3
 NOT_STRICT := not nf4 and not fp4 and not bnb and not test_every_kind_is_tried and not test_all_is_right_here \
 	and not test_graphs_of_cuda
-ANYWHERE := $(addprefix tests/drivers/virtual/,test_grammar.py test_penalties.py \
+ANYWHERE := $(addprefix tests/drivers/virtual/,test_grammar.py test_restrictions.py \
 		test_lm_head_bits.py::test_tokens_are_those_of_generate) \
 	$(addprefix tests/d0/,test_chat_turns.py test_prefix_cache.py test_scheduler.py) \
 	tests/lab/training/test_train_head.py
