@@ -31,6 +31,7 @@ def other(device: DeviceEntry, **changes: object) -> DeviceEntry:
 
 @ssh_boards.needs_boards
 def test_an_unreachable_board_holds_up_no_other(boards: ssh_boards.Boards) -> None:
+    boards.disconnect()
     good, second, _ = boards.inventory.device
     devices = {
         "no-sshd": other(good, ssh_port=1), "board-0": good,

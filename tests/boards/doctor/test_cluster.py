@@ -25,6 +25,7 @@ def test_boards_and_their_links(boards: ssh_boards.Boards, tmp_path: Path, capsy
                                 ) -> None:
     """board-1 has something else than flowspec, board-2 refuses the key: each says so, and nothing is lost of
     the others."""
+    boards.disconnect()
     text = boards.file.read_text()
     first, second, third = text.split("[[device]]")[1:]
     file = tmp_path / "cluster.toml"
