@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kits.hypothesis_examples import examples
 from kits.planned_boards import D0_MB, MB, board, problem, size
@@ -103,8 +103,19 @@ def instances(draw: st.DrawFn) -> tuple[list[CandidateBoard], SplitProblem]:
     return boards, problem(of, context=1000, tentative=1000)
 
 
+def slow_ports() -> tuple[list[CandidateBoard], SplitProblem]:
+    """Boards of which the order decides the latency: two have slow ports."""
+    settings = [(2.0, 1600, 400), (3.0, 1600, 400), (1.0, 1600, 1000), (3.0, 900, 1000)]
+    boards = [board(f"b{i}", layer_ms=layer_ms, usable_mb=usable_mb, process_mb=100.0, overhead_ms=0.0,
+                    lm_head_ms=1.0, mbps=mbps, latency_ms=0.2)
+              for i, (layer_ms, usable_mb, mbps) in enumerate(settings)]
+    of = size(layers=5, layer_mb=200, embedding_mb=10, draft_mb=390, hidden_width=4096)
+    return boards, problem(of, context=1000, tentative=1000)
+
+
 @examples(120, quick=24)
 @given(instances())
+@example(slow_ports())
 def test_never_worse_than_every_split_there_is(instance: tuple[list[CandidateBoard], SplitProblem]) -> None:
     boards, p = instance
     best = brute_force(boards, p)
