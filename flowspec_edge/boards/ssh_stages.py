@@ -165,17 +165,19 @@ def _ring(inventory: Inventory, public: Sequence[str]) -> Ring:
 
 def ring_addresses(inventory: Inventory) -> list[str]:
     """Return the addresses by which the boards reach D0, V1…VN; FlowspecError names every board without one."""
-    hosts, errors, usage = [], [], True
+    hosts: list[str] = []
+    errors: list[FlowspecError] = []
     for device in inventory.ring[:-1]:
         try:
             hosts.append(network_address(inventory, device))
         except FlowspecError as error:
-            errors.append(str(error))
-            usage = usage and isinstance(error, UsageError)
-    if errors:
-        advice = "" if usage else ": give a board's IPv4 address in the cluster file, or a name that all boards know"
-        raise (UsageError if usage else FlowspecError)("; ".join(errors) + advice)
-    return hosts
+            errors.append(error)
+    if not errors:
+        return hosts
+    causes = "; ".join(map(str, errors))
+    if all(isinstance(error, UsageError) for error in errors):
+        raise UsageError(causes)
+    raise FlowspecError(f"{causes}: give a board's IPv4 address in the cluster file, or a name that all boards know")
 
 
 def _without_parent(config: WorkerConfig) -> list[str]:

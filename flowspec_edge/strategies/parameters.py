@@ -41,7 +41,7 @@ class Parameter:
     kind         its type; a Literal has its values as arguments, and a ``bool | None`` leaves the choice to
                  the strategy
     least, most  bounds of a number
-    words        what a text may be; None: anything
+    words        what a text may be; None: anything.  Its ``advice``, if it has one, ends the error for another text
     """
 
     name: str
@@ -84,8 +84,8 @@ class Parameter:
         if self.is_switch and not (isinstance(value, bool) or (value is None and self.kind is not bool)):
             raise UsageError(f"{name} must be one of {self.range}, not {value!r}")
         if choices is not None and not self.is_switch and value not in choices:
-            own = DRAFTS.advice if self.words is DRAFTS else ""
-            raise UsageError(f"{name} must be {' or '.join(choices)}, not {value!r}{own}")
+            advice = getattr(self.words, "advice", "")
+            raise UsageError(f"{name} must be {' or '.join(choices)}, not {value!r}{advice}")
         if self.kind not in (int, float):
             return
         allowed = (int, float) if self.kind is float else int

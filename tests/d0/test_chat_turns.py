@@ -15,7 +15,7 @@ from kits.cases import DISTINCT
 from kits.family_checkpoints import VOCAB, family_dir
 from kits.requests import prompt, text
 from kits.stages import random_tokens, through
-from kits.tiny_model_dir import tiny_eagle3
+from kits.tiny_model_dir import with_eagle3
 
 from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.d0.prefix_cache import PrefixCache
@@ -44,11 +44,7 @@ PASSES = 3  # of drafting, while a segment is in the pipeline
 @pytest.fixture(scope="module")
 def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with an EAGLE-3 head, too."""
-    path = tmp_path_factory.mktemp("chat")
-    for part in tiny_model.iterdir():
-        (path / part.name).symlink_to(part)
-    tiny_eagle3(path, drafted=64)
-    return path
+    return with_eagle3(tiny_model, tmp_path_factory.mktemp("chat"), drafted=64)
 
 
 @cache

@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from kits.core_pipeline import PROMPTS, STAGES, STRATEGIES, Draw, Pipeline, plain, request
 from kits.hypothesis_examples import examples
-from kits.tiny_model_dir import tiny_eagle3
+from kits.tiny_model_dir import with_eagle3
 
 from flowspec_edge.d0.capacity import session_rows
 from flowspec_edge.d0.events import Abandoned, Finish, Reported, Wait, Worked
@@ -35,11 +35,7 @@ events = st.lists(st.tuples(st.sampled_from(["start", "cancel", "give way", "los
 @pytest.fixture(scope="module")
 def tapped(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with a head that reads inner states."""
-    path = tmp_path_factory.mktemp("tapped")
-    for part in tiny_model.iterdir():
-        (path / part.name).symlink_to(part)
-    tiny_eagle3(path, drafted=64)
-    return path
+    return with_eagle3(tiny_model, tmp_path_factory.mktemp("tapped"), drafted=64)
 
 
 @given(choices, st.lists(st.sampled_from(STRATEGIES), min_size=4, max_size=4), events,

@@ -77,6 +77,14 @@ def never_ends(model_dir: Path, sampled: bool = False) -> Path:
     return model_dir
 
 
+def with_eagle3(model_dir: Path, path: Path, drafted: int) -> Path:
+    """Link the parts of ``model_dir`` below ``path`` and write an EAGLE-3 head beside them; returns ``path``."""
+    for part in model_dir.iterdir():
+        (path / part.name).symlink_to(part)
+    tiny_eagle3(path, drafted)
+    return path
+
+
 def tiny_model_dir(path: Path, layers: int = 4, hidden: int = 64, vocab: int = 300, seed: int = 0) -> Path:
     """Write ``target``, ``eagle2``, ``draft-lm`` and ``spd`` below ``path``; returns it.
 

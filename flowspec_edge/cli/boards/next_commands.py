@@ -23,7 +23,7 @@ def next_commands(report: PlanReport, model: str, devices: Sequence[str]) -> lis
     commands, source = _at_hand(report, model)
     head, planned = "", report.size.planned
     if planned.origin == "untrained":
-        head, quoted = f"{_short(source)}-{planned.kind.name}", shlex.quote(source)
+        head, quoted = f"{Path(source).name}-{planned.kind.name}", shlex.quote(source)
         commands.append(f"flowspec models train-head --model {quoted} --kind {planned.kind.name} --data chats.jsonl "
                         f"--out {shlex.quote(head)}   (see: flowspec models head {quoted})")
     if len(plan.boards) == 1:
@@ -80,10 +80,6 @@ def _at_hand(report: PlanReport, model: str) -> tuple[list[str], str]:
     return [], entry[0] if entry else model
 
 
-def _short(source: str) -> str:
-    return Path(source).name
-
-
 def _alone(report: PlanReport, source: str, head: str) -> list[str]:
     """Return the commands that run the model on one board, given there; ``head``: the directory of its own, or ""."""
     size, plan = report.size, report.recommended
@@ -94,7 +90,7 @@ def _alone(report: PlanReport, source: str, head: str) -> list[str]:
     if size.dtype != "int4" and not head:
         return [f"flowspec serve --model {shlex.quote(source)} --stages 1 --dtype {size.dtype}{options}   "
                 f"(on {plan.boards[0]})"]
-    out = f"{_short(source)}-{size.dtype}"
+    out = f"{Path(source).name}-{size.dtype}"
     taken = f" --draft {shlex.quote(head)}" if head else ""
     cache = " --kv-cache int8" if size.kv_cache == "int8" else ""
     return [f"flowspec models shard --model {shlex.quote(source)}{taken} --stages 1 --dtype {size.dtype}{cache} "

@@ -11,7 +11,10 @@ _SUFFIXES = (".txt", ".py", ".md", ".jsonl")  # files read from a directory
 
 
 def data_files(paths: Sequence[Path]) -> list[Path]:
-    """Files, and those in directories, without hidden ones; UsageError for a path without usable files."""
+    """List the files of ``paths``, and of a directory those below it that are not hidden.
+
+    UsageError for a path without usable files.
+    """
     files: list[Path] = []
     for path in paths:
         if not path.exists():
